@@ -1,0 +1,216 @@
+"""The engine: load a checkpoint once, then generate text or score tokens with it."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv4.compile.prefill import chunks
+from dsv4.compile.requests import Request
+from dsv4.compile.runner import Runner
+from dsv4.compile.sampling import MAX_STOP_IDS, Completion, SamplingParams, Timing
+from dsv4.compile.scheduler import Scheduler
+from dsv4.model.cache import Cache
+from dsv4.model.checkpoint import LoadReport as CheckpointReport
+from dsv4.model.checkpoint import ProgressLine, load_folder
+from dsv4.model.config import ModelConfig
+from dsv4.model.tokenizer import Tokenizer
+from dsv4.model.transformer import Transformer
+
+HEAD_ROWS = 64  # rows of hidden state that go through the output head at a time in `Engine.logits`
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading took: seconds, and bytes on the device."""
+
+    load_seconds: float
+    compile_seconds: float
+    capture_seconds: float
+    weight_bytes: int
+    cache_bytes: int
+    checkpoint: CheckpointReport
+
+    def __str__(self) -> str:
+        return (
+            f"{self.checkpoint}\nweights {self.weight_bytes / 2**20:.1f} MiB, cache {self.cache_bytes / 2**20:.1f} MiB; "
+            f"loaded in {self.load_seconds:.1f} s, compiled in {self.compile_seconds:.1f} s"
+            + (f", captured in {self.capture_seconds:.1f} s" if self.capture_seconds else "")
+        )
+
+
+def load(
+    folder: str | Path,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_batch: int = 1,
+    max_context: int = 4096,
+    prefill_chunk: int = 512,
+    compile: bool = True,
+    progress: bool = False,
+) -> "Engine":
+    """Load a folder of safetensors with config.json (and tokenizer.json, without which only token ids are accepted).
+
+    device: default CUDA if present, else CPU. dtype: of activations and plain weights, torch.bfloat16 or torch.float32
+    (or "bf16", "fp32"); default the config's. max_batch sequences of max_context tokens are allocated now and for good;
+    prompts run in chunks of at most prefill_chunk tokens. With compile=False the same step runs eagerly.
+    Raises ValueError for anything wrong with the arguments or the folder, before weights are read where possible.
+    """
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    config = ModelConfig.from_folder(folder)
+    dtype = config.dtype if dtype is None else dtypes.get(dtype, dtype)
+    if dtype not in dtypes.values():
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float32 (bf16, fp32), found {dtype}")
+    for name, value in (("max_batch", max_batch), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, found {value!r}")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, but this PyTorch sees no CUDA device; use device='cpu'")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, found {device}")
+    Cache(config, max_batch, max_context, dtype, "meta")  # refuses bad sizes before any weight is read
+    tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").exists() else None
+
+    start = time.perf_counter()
+    model, checkpoint = load_folder(
+        folder, lambda source: Transformer(config, source), device, dtype, ProgressLine() if progress else None
+    )
+    cache = Cache(config, max_batch, max_context, dtype, device)
+    loaded = time.perf_counter() - start
+    runner = Runner(model, cache, min(prefill_chunk, max_batch * max_context), compile)
+    report = LoadReport(
+        loaded,
+        runner.compile_seconds,
+        runner.capture_seconds,
+        sum(buffer.nbytes for buffer in model.buffers()),
+        cache.nbytes(),
+        checkpoint,
+    )
+    return Engine(runner, tokenizer, report)
+
+
+class Engine:
+    """A loaded model. Not thread-safe: one call at a time."""
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer | None, load_report: LoadReport):
+        self.runner, self.tokenizer, self.load_report = runner, tokenizer, load_report
+        self.config: ModelConfig = runner.model.config
+        self.scheduler = Scheduler(runner)
+        self.last: Completion | None = None
+
+    @property
+    def model(self) -> Transformer:
+        return self.runner.model
+
+    @property
+    def cache(self) -> Cache:
+        return self.runner.cache
+
+    @torch.no_grad()
+    def logits(self, prompts: list[list[int]]) -> list[Tensor]:
+        """Teacher-forced logits: for each prompt of token ids one float32 tensor [len, vocab]; row t is the
+        distribution of the token after t."""
+        ids = self._encode_all(prompts)
+        results = []
+        for start in range(0, len(ids), self.cache.num_slots):
+            wave = ids[start : start + self.cache.num_slots]
+            hidden: list[list[Tensor]] = [[] for _ in wave]
+            for chunk in chunks(list(enumerate(wave)), self.runner.prefill_sizes):
+                out = self.runner.prefill(chunk)
+                for piece in chunk.pieces:
+                    hidden[piece.slot].append(out[piece.start : piece.start + piece.count])
+            for parts in hidden:
+                rows = torch.cat(parts)
+                results.append(torch.cat([self.model.logits(part) for part in rows.split(HEAD_ROWS)]))
+        return results
+
+    def prefill(self, prompt: Prompt) -> Timing:
+        """Run a prompt through the model and time it, generating nothing."""
+        ids = self._encode(prompt, 0)
+        self.runner.synchronize()
+        start = time.perf_counter()
+        for chunk in chunks([(0, ids)], self.runner.prefill_sizes):
+            self.runner.prefill(chunk)
+        self.runner.synchronize()
+        return Timing(prompt_tokens=len(ids), prefill_seconds=time.perf_counter() - start)
+
+    def generate(self, prompts: Prompt | list[Prompt], max_new_tokens: int | None = None, **sampling) -> list[Completion]:
+        """Generate for one prompt or many, of any lengths; strings get BOS in front, token ids are taken as they are.
+
+        sampling: temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, stop_token_ids, ignore_eos, logprobs
+        as in SamplingParams; prompt i draws with seed + i, so a result does not depend on what runs beside it.
+        Returns one Completion per prompt, in order. Raises ValueError before anything runs if any prompt is bad.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        requests = self._requests(prompts, SamplingParams(max_new_tokens, **sampling))
+        for _ in self.scheduler.run(requests):
+            pass
+        completions = [request.completion() for request in requests]
+        self.last = completions[-1] if completions else None
+        return completions
+
+    def stream(self, prompt: Prompt, max_new_tokens: int | None = None, **sampling) -> Iterator[str]:
+        """Generate for one prompt and yield its text as it becomes certain, always whole characters. Arguments are
+        checked at the call, not at the first piece. Afterwards `engine.last` is the Completion."""
+        [request] = self._requests([prompt], SamplingParams(max_new_tokens, **sampling))
+        if self.tokenizer is None:
+            raise ValueError("stream needs a tokenizer, and the checkpoint folder has no tokenizer.json")
+
+        def pieces() -> Iterator[str]:
+            for _, piece in self.scheduler.run([request]):
+                if piece:
+                    yield piece
+            self.last = request.completion()
+
+        return pieces()
+
+    def _requests(self, prompts: list[Prompt], params: SamplingParams) -> list[Request]:
+        requests = []
+        eos = () if params.ignore_eos else self.config.eos_token_ids
+        stop_ids = frozenset((*eos, *params.stop_token_ids))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"at most {MAX_STOP_IDS} stop token ids (EOS included) are supported, found {len(stop_ids)}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the checkpoint folder has no tokenizer.json")
+        for index, ids in enumerate(self._encode_all(prompts)):
+            room = self.cache.max_context - len(ids)
+            wanted = params.max_new_tokens
+            if room < 1 or (wanted is not None and wanted > room):
+                raise ValueError(
+                    f"prompt {index} has {len(ids)} tokens and {wanted or 'at least 1'} new ones were asked for, but "
+                    f"max_context is {self.cache.max_context}; load with a larger max_context or ask for less"
+                )
+            requests.append(Request(ids, params.for_prompt(index), wanted or room, stop_ids, self.tokenizer))
+        return requests
+
+    def _encode_all(self, prompts: list[Prompt]) -> list[list[int]]:
+        if not isinstance(prompts, (list, tuple)):
+            raise ValueError(f"prompts must be a list of strings or token-id lists, found {type(prompts).__name__}")
+        return [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
+
+    def _encode(self, prompt: Prompt, index: int) -> list[int]:
+        """Token ids of a prompt; ValueError if it is empty, too long or has ids that the model does not know."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("text prompts need a tokenizer, and the checkpoint folder has no tokenizer.json")
+            ids = self.tokenizer.encode(prompt) if prompt else []
+        elif isinstance(prompt, (list, tuple)) and all(type(i) is int for i in prompt):
+            ids = list(prompt)
+        else:
+            raise ValueError(f"prompt {index} must be a string or a list of token ids, found {type(prompt).__name__}")
+        if not ids:
+            raise ValueError(f"prompt {index} is empty; give at least one token")
+        vocab, limit = self.config.vocab_size, self.cache.max_context
+        wrong = next((i for i in ids if not 0 <= i < vocab), None)
+        if wrong is not None:
+            raise ValueError(f"prompt {index} has token id {wrong}, but the vocabulary is 0..{vocab - 1}")
+        if len(ids) > limit:
+            raise ValueError(f"prompt {index} has {len(ids)} tokens, but max_context is {limit}; load with a larger one")
+        return ids

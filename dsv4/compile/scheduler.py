@@ -1,0 +1,130 @@
+"""The serving loop: keep decode slots full, replay steps, read their tokens some steps behind.
+
+On CUDA the loop never waits for the device: each step's result is copied to pinned memory behind an event, and the host
+polls the event of a step several replays back. A row that stops inside the graph goes idle there by itself; the host
+learns of it later and hands the slot to the next request. What a row produced after its request ended (a stop string is
+only known on the host) is dropped.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.compile.prefill import chunks
+from dsv4.compile.requests import Request
+from dsv4.compile.runner import Runner
+from dsv4.compile.sampling import MAX_STOP_IDS
+
+LAG = 4  # replays in flight before the host looks at the oldest
+
+
+@dataclass
+class _InFlight:
+    """One launched decode step: who was in which row, and where its results arrive."""
+
+    rows: list[Request | None]
+    out: Tensor  # int64 [2, B] on the host
+    top: tuple[Tensor, Tensor] | None  # log-probabilities and ids [B, n] on the host
+    done: torch.cuda.Event | None
+
+
+class Scheduler:
+    """Runs requests through a Runner's slots; use one `run` at a time."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+        self.rows: list[Request | None] = [None] * runner.cache.num_slots
+        self.in_flight: deque[_InFlight] = deque()
+
+    def run(self, requests: list[Request]) -> Iterator[tuple[Request, str]]:
+        """Yields (request, new text) for every generated token, until all requests are finished."""
+        waiting = deque(requests)
+        lag = LAG if self.runner.device.type == "cuda" else 0
+        try:
+            while waiting or any(self.rows):
+                self._admit(waiting)
+                wanted = any(row is not None and row.launched < row.max_new_tokens for row in self.rows)
+                if wanted:
+                    self._launch()
+                if self.in_flight and (len(self.in_flight) > lag or not wanted):
+                    yield from self._collect(self.in_flight.popleft())
+        finally:
+            # Also when the caller stops early or an error passes through: nothing may keep running in a slot.
+            self.in_flight.clear()
+            for row in range(len(self.rows)):
+                self._release(row)
+
+    def _admit(self, waiting: deque[Request]) -> None:
+        """Give free rows to waiting requests: run all but the last prompt token, which the first decode step takes."""
+        admitted = []
+        for row, occupant in enumerate(self.rows):
+            if occupant is None and waiting:
+                self.rows[row] = waiting.popleft()
+                admitted.append(row)
+        if not admitted:
+            return
+        clock = self.runner.clock()
+        prompts = [(row, self.rows[row].prompt[:-1]) for row in admitted]
+        for chunk in chunks(prompts, self.runner.prefill_sizes):
+            self.runner.prefill(chunk)
+        clock.stop()
+        for row in admitted:
+            request = self.rows[row]
+            request.prefill_clock = clock
+            self._fill_row(row, request)
+
+    def _fill_row(self, row: int, request: Request) -> None:
+        state, params = self.runner.state, request.params
+        ids = self.runner.to_device(request.prompt)
+        stops = sorted(request.stop_ids)
+        state.tokens[row] = request.prompt[-1]
+        state.positions[row] = len(request.prompt) - 1
+        state.remaining[row] = request.max_new_tokens
+        state.stop_ids[row] = self.runner.to_device(stops + [-1] * (MAX_STOP_IDS - len(stops)))
+        state.seen[row].zero_()
+        state.seen[row].index_fill_(0, ids, True)
+        state.temperature[row] = params.temperature
+        state.top_k[row] = max(params.top_k, 0)
+        state.top_p[row] = params.top_p
+        state.min_p[row] = params.min_p
+        state.repetition_penalty[row] = params.repetition_penalty
+        state.seeds[row] = params.seed
+        state.slots[row] = row
+
+    def _launch(self) -> None:
+        runner = self.runner
+        runner.decode()
+        wanted = max((row.params.logprobs or 0 for row in self.rows if row is not None), default=0)
+        top = runner.top_logprobs(wanted) if wanted else None
+        out, top, done = runner.to_host(runner.state.out, top)
+        self.in_flight.append(_InFlight(list(self.rows), out, top, done))
+        for request in self.rows:
+            if request is not None:
+                request.launched += 1
+
+    def _collect(self, step: _InFlight) -> Iterator[tuple[Request, str]]:
+        while step.done is not None and not step.done.query():
+            time.sleep(0)
+        tokens = step.out[0].tolist()
+        logprobs = step.out[1].to(torch.int32).view(torch.float32).tolist()
+        for row, request in enumerate(step.rows):
+            if request is None or request.finish_reason or tokens[row] < 0:
+                continue
+            top = {}
+            if step.top is not None and request.params.logprobs:
+                values, ids = (part[row, : request.params.logprobs].tolist() for part in step.top)
+                top = dict(zip(ids, values, strict=True))
+            piece = request.push(tokens[row], logprobs[row], top)
+            if request.finish_reason:
+                request.timing.prefill_seconds = request.prefill_clock.seconds()
+                self._release(row)
+            yield request, piece
+
+    def _release(self, row: int) -> None:
+        if self.rows[row] is not None:
+            self.rows[row] = None
+            self.runner.state.slots[row] = -1

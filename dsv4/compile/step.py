@@ -1,0 +1,77 @@
+"""The two functions that get compiled: one prefill chunk, and one decode step with everything that follows it.
+
+The decode step contains sampling, stop tokens, position counting and feeding the token back, so that a host replays it
+without waiting for it: the state below is all on the device, and `out` carries each step's result away.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dsv4 import ops
+from dsv4.compile.sampling import MAX_STOP_IDS
+from dsv4.model.cache import Cache
+from dsv4.model.transformer import Transformer
+
+
+class DecodeState(nn.Module):
+    """Per slot b of the decode batch, what the next step needs. Row b always works on cache slot b, or is inert.
+
+    tokens [B]: the last token, not yet run. positions [B]: where it goes. slots [B]: b, or -1 when the row is idle.
+    remaining [B]: tokens still allowed. seen [B, V]: tokens under the repetition penalty. out int64 [2, B]: the step's
+    token (-1 from idle rows) and the bits of its float32 log-probability. logits float32 [B, V].
+    """
+
+    def __init__(self, batch: int, vocab: int, device: torch.device):
+        super().__init__()
+
+        def add(name: str, value: float, dtype: torch.dtype, *shape: int) -> None:
+            self.register_buffer(name, torch.full((batch, *shape), value, dtype=dtype, device=device))
+
+        add("tokens", 0, torch.int64)
+        add("positions", 0, torch.int64)
+        add("slots", -1, torch.int64)
+        add("remaining", 0, torch.int64)
+        add("stop_ids", -1, torch.int64, MAX_STOP_IDS)
+        add("seen", 0, torch.bool, vocab)
+        add("temperature", 0.0, torch.float32)
+        add("top_k", 0, torch.int64)
+        add("top_p", 1.0, torch.float32)
+        add("min_p", 0.0, torch.float32)
+        add("repetition_penalty", 1.0, torch.float32)
+        add("seeds", 0, torch.int64)
+        add("logits", 0.0, torch.float32, vocab)
+        self.register_buffer("out", torch.full((2, batch), -1, dtype=torch.int64, device=device))
+        self.register_buffer("rows", torch.arange(batch, device=device))
+
+
+def prefill_step(model: Transformer, cache: Cache, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    """int64 [T] each -> the final hidden states [T, H]; the cache advances. See model.transformer for the batch."""
+    return model(tokens, positions, slots, cache)
+
+
+def decode_step(model: Transformer, cache: Cache, state: DecodeState) -> None:
+    """Run each row's token, draw its successor and make it the row's next token; everything in place."""
+    active = state.slots >= 0
+    logits = model.logits(model(state.tokens, state.positions, state.slots, cache))
+    # The seed's counter is the position that the new token will take, so a draw is tied to its place in the text.
+    following = state.positions + 1
+    token, logprob = ops.sample(
+        logits,
+        state.seen,
+        state.temperature,
+        state.top_k,
+        state.top_p,
+        state.min_p,
+        state.repetition_penalty,
+        state.seeds,
+        following,
+    )
+    stopped = (token[:, None] == state.stop_ids).any(-1) | (state.remaining <= 1)
+
+    state.logits.copy_(logits)
+    state.seen.index_put_((state.rows, token), state.seen[state.rows, token] | active)
+    state.out.copy_(torch.stack((torch.where(active, token, -1), logprob.view(torch.int32).long())))
+    state.tokens.copy_(torch.where(active, token, state.tokens))
+    state.positions.copy_(torch.where(active, following, state.positions))
+    state.remaining.sub_(active.long())
+    state.slots.copy_(torch.where(active & ~stopped, state.slots, -1))

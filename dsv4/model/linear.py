@@ -1,0 +1,113 @@
+"""Linear layers and expert stacks, one class per weight format.
+
+A checkpoint decides the format weight by weight, so the model asks its source for "a linear of this name and size" and
+gets whichever of these fits. All tensors are buffers: inference only, static addresses. `fp32` serves the places whose
+result the official code keeps in float32 (compressors, the indexer's head weights, the output head).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dsv4 import ops
+
+
+class PlainLinear(nn.Module):
+    """y = x W^T with W [N, K] in the activations' dtype; with groups, x is [T, G, K] and y [T, N] (see ops.fp8)."""
+
+    def __init__(self, weight: Tensor, groups: int = 1):
+        super().__init__()
+        self.groups = groups
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.groups == 1:
+            return nn.functional.linear(x, self.weight)
+        return torch.einsum("tgk,gnk->tgn", x, self.weight.unflatten(0, (self.groups, -1))).flatten(1)
+
+    def fp32(self, x: Tensor) -> Tensor:
+        """The same with a float32 result, unrounded."""
+        return ops.linear_fp32(x, self.weight)
+
+
+class Fp8BlockLinear(nn.Module):
+    """weight float8_e4m3fn [N, K], scale float32 [ceil(N/128), ceil(K/128)]."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, groups: int = 1):
+        super().__init__()
+        self.groups = groups
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear_fp8_block(x, self.weight, self.scale, self.groups)
+
+    def fp32(self, x: Tensor) -> Tensor:
+        """The same with a float32 result, unrounded."""
+        return self(x.float())
+
+
+class Nvfp4Linear(nn.Module):
+    """weight uint8 [N, K/2], scale float8_e4m3fn [N, K/16], scale_2 float32 []."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, scale_2: Tensor, groups: int = 1):
+        super().__init__()
+        if groups != 1:
+            raise ValueError(f"a grouped linear (wo_a) in NVFP4 is not supported yet, found {groups} groups")
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("scale_2", scale_2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear_nvfp4(x, self.weight, self.scale, self.scale_2)
+
+    def fp32(self, x: Tensor) -> Tensor:
+        """The same with a float32 result, unrounded."""
+        return self(x.float())
+
+
+class PlainExperts(nn.Module):
+    """gate_up [E, 2I, H] (w1 then w3) and down [E, H, I] in the activations' dtype."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor):
+        super().__init__()
+        self.register_buffer("gate_up", gate_up)
+        self.register_buffer("down", down)
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float) -> Tensor:
+        return ops.moe(x, experts, weights, self.gate_up, self.down, limit)
+
+
+class Nvfp4Experts(nn.Module):
+    """gate_up uint8 [E, 2I, H/2] with scale [E, 2I, H/16] and scale_2 float32 [E, 2] (w1's, w3's); down uint8
+    [E, H, I/2] with scale [E, H, I/16] and scale_2 float32 [E]. Scales are float8_e4m3fn."""
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        gate_up_scale_2: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        down_scale_2: Tensor,
+    ):
+        super().__init__()
+        self.register_buffer("gate_up", gate_up)
+        self.register_buffer("gate_up_scale", gate_up_scale)
+        self.register_buffer("gate_up_scale_2", gate_up_scale_2)
+        self.register_buffer("down", down)
+        self.register_buffer("down_scale", down_scale)
+        self.register_buffer("down_scale_2", down_scale_2)
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float) -> Tensor:
+        return ops.moe_nvfp4(
+            x,
+            experts,
+            weights,
+            self.gate_up,
+            self.gate_up_scale,
+            self.gate_up_scale_2,
+            self.down,
+            self.down_scale,
+            self.down_scale_2,
+            limit,
+        )

@@ -1,0 +1,98 @@
+"""compress: pool finished blocks of tokens into one entry each (paper section 2.3.1 CSA, 2.3.2 HCA).
+
+Per token the compressor projections give a candidate c and a gate z. At the last token of block w (r tokens each), per
+channel,
+    HCA  e_w = sum_j softmax_j(z_j + ape_j) c_j              over the r tokens of block w
+    CSA  the same over 2r slots: the first halves of c, z of block w-1 and the second halves of block w
+then RMSNorm, rope at the block's first position w*r, and the entry is appended. Block 0 of CSA has no predecessor: its
+missing slots weigh nothing. A block is never pooled early; what is open stays in a ring of the last r (CSA: 2r) tokens.
+
+Because ring rows are found by position, and only positions from 0 to the current one are read, a slot that is used
+again needs no clearing.
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4.ops._register import op
+from dsv4.ops.rope import rms_norm, rope_angles, rotate
+from dsv4.ops.rows import history, write_ring_, write_rows_
+
+SCHEMA = (
+    "compress(Tensor c, Tensor z, Tensor ape, Tensor norm_weight, Tensor inv_freq, Tensor positions, Tensor slots, "
+    "Tensor(a!) c_ring, Tensor(b!) z_ring, Tensor(c!) entries, int rate, float eps) -> ()"
+)
+
+
+def _fake(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps):
+    return None
+
+
+@op(SCHEMA, fake=_fake)
+def compress_ref(
+    c: Tensor,
+    z: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    c_ring: Tensor,
+    z_ring: Tensor,
+    entries: Tensor,
+    rate: int,
+    eps: float,
+) -> None:
+    """The equations above in float32; the pooled entry is rounded once to the entries' dtype before its norm."""
+    count, width = c.shape
+    num_slots, capacity, dim = entries.shape
+    overlap = width == 2 * dim
+    z = z + ape[positions % rate]
+    # Rows that end a block come first; a batch of T tokens of S sequences ends at most T/r + S blocks.
+    ends = (slots >= 0) & ((positions + 1) % rate == 0)
+    picks = torch.argsort(ends.logical_not().int(), stable=True)[: min(count, count // rate + num_slots)]
+
+    depth = 2 * rate if overlap else rate
+    cs, present = history(c, c_ring, positions, slots, picks, depth)  # [M, depth, width]
+    zs, _ = history(z, z_ring, positions, slots, picks, depth)
+    if overlap:
+        # Nearest first: the current block's second halves, then the previous block's first halves.
+        cs = torch.cat((cs[:, :rate, dim:], cs[:, rate:, :dim]), dim=1)
+        zs = torch.cat((zs[:, :rate, dim:], zs[:, rate:, :dim]), dim=1)
+    zs = zs.masked_fill(~present[..., None], -torch.inf)
+    # Rows that end no block may have no slot at all; offset 0 keeps their softmax finite, and they are not written.
+    zs[:, 0] = torch.where(present[:, :1], zs[:, 0], 0)
+    pooled = (zs.softmax(dim=1) * cs).sum(1)
+    pooled = rms_norm(pooled.to(entries.dtype), norm_weight, eps)
+    block = positions[picks] // rate
+    entry = rotate(pooled, rope_angles(block * rate, inv_freq))
+
+    index = slots[picks].clamp(min=0) * capacity + block.clamp(max=capacity - 1)
+    write_rows_(entries.view(-1, dim), index, entry, ends[picks])
+    write_ring_(c_ring, c, positions, slots)
+    write_ring_(z_ring, z, positions, slots)
+
+
+def compress(
+    c: Tensor,
+    z: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    c_ring: Tensor,
+    z_ring: Tensor,
+    entries: Tensor,
+    rate: int,
+    eps: float,
+) -> None:
+    """Advance a compressor by one flat batch; see the module docstring.
+
+    c, z float32 [T, d] (HCA) or [T, 2d] (CSA); ape float32 [rate, same]; norm_weight float32 [d]; inv_freq float32
+    [R/2]; positions, slots int64 [T]. Changed in place: c_ring, z_ring float32 [S, rate or 2*rate, width] and
+    entries [S, blocks, d], where block w = position // rate is written at the token that completes it.
+    """
+    torch.ops.dsv4.compress(
+        c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps
+    )

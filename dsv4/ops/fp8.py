@@ -1,0 +1,74 @@
+"""FP8 block format: E4M3 weights with one scale per 128 x 128 block.
+
+    W[n, k] = float(weight[n, k]) * scale[n // 128, k // 128]
+
+Checkpoints store the scale as E8M0 (a power of two in one byte) or as float32; dsv4 holds it as float32 in memory.
+The grouped form serves wo_a, whose G groups of rows each see their own slice of the input (paper section 2.3.1).
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4.ops._register import op
+
+BLOCK = 128
+E4M3_MAX = 448.0
+
+
+def decode_e8m0(scale: Tensor) -> Tensor:
+    """float8_e8m0fnu -> float32 2^(byte - 127); byte 255 is NaN. Reads the byte: torch's own conversions to uint8
+    convert the value, and copying the byte into a float gives 120.0 for 2^-7."""
+    byte = scale.view(torch.uint8).int()
+    # 2^-127 (byte 0) is a float32 subnormal, which exp2 may flush to zero: it is reached from 2^-126 instead.
+    value = torch.exp2((byte.clamp(min=1) - 127).float()) * torch.where(byte == 0, 0.5, 1.0)
+    return torch.where(byte == 255, torch.nan, value)
+
+
+def encode_e8m0(scale: Tensor) -> Tensor:
+    """Positive float32 powers of two -> float8_e8m0fnu."""
+    return (torch.frexp(scale.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _expand(scale: Tensor, shape: torch.Size) -> Tensor:
+    """[ceil(N/128), ceil(K/128)] -> [N, K]."""
+    return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+
+
+def dequantize_fp8_block(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """float8_e4m3fn [N, K] and its scale (float8_e8m0fnu or float32, [ceil(N/128), ceil(K/128)]) -> dtype [N, K]."""
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = decode_e8m0(scale)
+    return (weight.float() * _expand(scale, weight.shape)).to(dtype)
+
+
+def quantize_fp8_block(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise [N, K] to (float8_e4m3fn [N, K], float8_e8m0fnu [ceil(N/128), ceil(K/128)]): the smallest power-of-two
+    scale that keeps each block within +-448."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    amax = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).abs().amax((1, 3))
+    exponent = torch.ceil(torch.log2(amax.clamp(min=1e-12) / E4M3_MAX)).clamp(-127, 127)
+    scale = torch.exp2(exponent)
+    quantised = (weight.float() / _expand(scale, weight.shape)).clamp(-E4M3_MAX, E4M3_MAX)
+    return quantised.to(torch.float8_e4m3fn), encode_e8m0(scale)
+
+
+def _linear_fake(x: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+    batch = x.shape[:-1] if groups == 1 else x.shape[:-2]
+    return x.new_empty((*batch, weight.shape[0]))
+
+
+@op("linear_fp8_block(Tensor x, Tensor weight, Tensor scale, int groups=1) -> Tensor", fake=_linear_fake)
+def linear_fp8_block_ref(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
+    """y = x W^T in float32, rounded once; with groups, y[g] = x[g] W[g]^T and the y[g] stand side by side."""
+    weight = dequantize_fp8_block(weight, scale)
+    if groups == 1:
+        return torch.nn.functional.linear(x.float(), weight).to(x.dtype)
+    y = torch.einsum("...gk,gnk->...gn", x.float(), weight.unflatten(0, (groups, -1)))
+    return y.flatten(-2).to(x.dtype)
+
+
+def linear_fp8_block(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
+    """Weight-only FP8-block linear: x [..., K] (with groups > 1: [..., G, K]) bf16 or float32; weight float8_e4m3fn
+    [N, K] (rows of group g are g*N/G ..); scale float32 [ceil(N/128), ceil(K/128)]. Returns [..., N] in x's dtype."""
+    return torch.ops.dsv4.linear_fp8_block(x, weight, scale, groups)

@@ -1,0 +1,117 @@
+"""hc_pre, hc_post, hc_head: manifold-constrained hyper-connections (paper section 2.2).
+
+The residual is N streams X [N, H] a token. Before a sublayer they collapse into one input, after it they mix:
+    m    = fn . flatten(X) / rms(flatten(X))          24 = 2N + N^2 numbers: pre, post, comb
+    pre  = sigmoid(m scale_0 + base) + eps            x = RMSNorm(sum_j pre_j X_j)
+    post = 2 sigmoid(m scale_1 + base)                (no eps)
+    comb = Sinkhorn(softmax(m scale_2 + base) + eps)  ends on a column step, so columns sum to 1
+    X'_k = post_k y + sum_j comb[j, k] X_j            comb enters transposed
+All of it in float32 with one rounding at the end, as the official code does.
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4.ops._register import op
+from dsv4.ops.rope import rms_norm
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """float32 [..., N, N] -> nearly doubly stochastic: softmax over rows, then alternating column and row steps."""
+    comb = logits.softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb
+
+
+def _projection(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.linear(rms_norm(streams.flatten(1), None, eps), fn)
+
+
+def _pre_fake(streams, fn, base, scale, norm_weight, eps, hc_eps, iterations):
+    tokens, n, hidden = streams.shape
+    return (
+        streams.new_empty((tokens, hidden)),
+        streams.new_empty((tokens, n), dtype=torch.float32),
+        streams.new_empty((tokens, n, n), dtype=torch.float32),
+    )
+
+
+@op(
+    "hc_pre(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float eps, float hc_eps, "
+    "int iterations) -> (Tensor, Tensor, Tensor)",
+    fake=_pre_fake,
+)
+def hc_pre_ref(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The equations above; the collapsed input is rounded to the streams' dtype before its RMSNorm and after it."""
+    n = streams.shape[1]
+    pre, post, comb = _projection(streams, fn, eps).split((n, n, n * n), dim=-1)
+    pre = torch.sigmoid(pre * scale[0] + base[:n]) + hc_eps
+    post = 2 * torch.sigmoid(post * scale[1] + base[n : 2 * n])
+    comb = sinkhorn((comb * scale[2] + base[2 * n :]).unflatten(-1, (n, n)), iterations, hc_eps)
+    collapsed = torch.einsum("tn,tnh->th", pre, streams.float()).to(streams.dtype)
+    return rms_norm(collapsed, norm_weight, eps).to(streams.dtype), post, comb
+
+
+def hc_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """streams [T, N, H]; float32 fn [2N + N*N, N*H], base [2N + N*N], scale [3], norm_weight [H].
+    Returns x [T, H] in the streams' dtype (collapsed and normalised), post float32 [T, N], comb float32 [T, N, N]."""
+    return torch.ops.dsv4.hc_pre(streams, fn, base, scale, norm_weight, eps, hc_eps, iterations)
+
+
+@op(
+    "hc_post(Tensor y, Tensor streams, Tensor post, Tensor comb) -> Tensor",
+    fake=lambda y, streams, post, comb: streams.new_empty(streams.shape),
+)
+def hc_post_ref(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """X' = post (x) y + comb^T X."""
+    mixed = torch.einsum("tjk,tjh->tkh", comb, streams.float())
+    return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
+
+
+def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """y [T, H] (bf16 or float32), streams [T, N, H], post float32 [T, N], comb float32 [T, N, N] -> [T, N, H]."""
+    return torch.ops.dsv4.hc_post(y, streams, post, comb)
+
+
+@op(
+    "hc_head(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float eps, float hc_eps) -> Tensor",
+    fake=lambda streams, fn, base, scale, norm_weight, eps, hc_eps: streams.new_empty(
+        (streams.shape[0], streams.shape[2])
+    ),
+)
+def hc_head_ref(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, eps: float, hc_eps: float
+) -> Tensor:
+    """w_j = sigmoid(m_j scale + base_j) + eps; RMSNorm(sum_j w_j X_j). No softmax and no Sinkhorn."""
+    weights = torch.sigmoid(_projection(streams, fn, eps) * scale + base) + hc_eps
+    collapsed = torch.einsum("tn,tnh->th", weights, streams.float()).to(streams.dtype)
+    return rms_norm(collapsed, norm_weight, eps).to(streams.dtype)
+
+
+def hc_head(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, eps: float, hc_eps: float
+) -> Tensor:
+    """The last collapse and the model's final RMSNorm: streams [T, N, H]; float32 fn [N, N*H], base [N], scale [1],
+    norm_weight [H] -> [T, H] in the streams' dtype."""
+    return torch.ops.dsv4.hc_head(streams, fn, base, scale, norm_weight, eps, hc_eps)

@@ -1,0 +1,88 @@
+"""NVFP4: 4-bit E2M1 codes, one E4M3 scale per 16 of them along K, one float32 scale per tensor.
+
+    W[n, k] = e2m1(code[n, k]) * float(scale[n, k // 16]) * scale_2
+
+Two codes a byte along K, the even k in the low nibble. `input_scale`, which checkpoints carry beside these, belongs to
+the activation and never enters here. Layout: NVIDIA ModelOpt's, as read from the V4 NVFP4 checkpoints.
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4.ops._register import op
+
+GROUP = 16
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """Float32 values of E2M1 codes 0..15 (sign, two exponent bits, one mantissa bit). Any integer tensor, same shape."""
+    codes = codes.to(torch.int32)
+    exponent, mantissa = (codes >> 1) & 3, (codes & 1).float()
+    normal = torch.exp2(exponent.float() - 1) * (1 + 0.5 * mantissa)
+    magnitude = torch.where(exponent == 0, 0.5 * mantissa, normal)
+    return torch.where(codes & 8 != 0, -magnitude, magnitude)
+
+
+def encode_e2m1(values: Tensor) -> Tensor:
+    """E2M1 codes (uint8) of float values, rounded to nearest with ties to the even code, saturating at +-6."""
+    magnitude = values.abs().float()
+    # Midpoints between 0, .5, 1, 1.5, 2, 3, 4, 6. A tie goes to the even code: up at odd midpoints, down at even ones.
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for index, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        above = magnitude >= midpoint if index % 2 else magnitude > midpoint
+        code += above.to(torch.uint8)
+    return code | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """[..., K/2] bytes -> [..., K] codes, low nibble first."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """[..., K] codes -> [..., K/2] bytes, low nibble first."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def dequantize_nvfp4(packed: Tensor, scale: Tensor, scale_2: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 [..., K/2], float8_e4m3fn [..., K/16], float32 broadcastable to [..., 1] -> dtype [..., K]."""
+    values = decode_e2m1(unpack_nibbles(packed)).unflatten(-1, (-1, GROUP))
+    scales = scale.float() * scale_2
+    return (values * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def quantize_nvfp4(weight: Tensor, scale_2: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise [out, in] (in divisible by 16) to (uint8 [out, in/2], float8_e4m3fn [out, in/16], float32 []).
+
+    scale_2 is max|W| / 2688 unless given (2688 = 6 * 448), as ModelOpt defines it. All-zero tensors get scale_2 = 1.
+    """
+    if weight.shape[-1] % GROUP:
+        raise ValueError(f"NVFP4 needs a last dimension divisible by {GROUP}, found shape {tuple(weight.shape)}")
+    groups = weight.float().unflatten(-1, (-1, GROUP))
+    amax = groups.abs().amax(-1)
+    if scale_2 is None:
+        scale_2 = amax.max() / (E2M1_MAX * E4M3_MAX)
+        scale_2 = torch.where(scale_2 > 0, scale_2, torch.ones_like(scale_2))
+    scale = (amax / E2M1_MAX / scale_2).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    step = (scale.float() * scale_2).unsqueeze(-1)
+    # A scale that rounds to 0 holds only values below half of the smallest step: all its codes are 0.
+    codes = encode_e2m1(torch.where(step > 0, groups / step, torch.zeros_like(groups)))
+    return pack_nibbles(codes.flatten(-2)), scale, scale_2.float()
+
+
+def _linear_fake(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@op("linear_nvfp4(Tensor x, Tensor weight, Tensor scale, Tensor scale_2) -> Tensor", fake=_linear_fake)
+def linear_nvfp4_ref(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
+    """y = x W^T in float32, rounded once to x's dtype."""
+    return torch.nn.functional.linear(x.float(), dequantize_nvfp4(weight, scale, scale_2)).to(x.dtype)
+
+
+def linear_nvfp4(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
+    """Weight-only NVFP4 linear: x [..., K] bf16 or float32; weight uint8 [N, K/2]; scale float8_e4m3fn [N, K/16];
+    scale_2 float32 []. Returns [..., N] in x's dtype, accumulated in float32."""
+    return torch.ops.dsv4.linear_nvfp4(x, weight, scale, scale_2)

@@ -1,0 +1,114 @@
+"""sample: the next token, drawn on the device.
+
+Order, as users of transformers know it: repetition penalty, temperature, top-k, top-p, min-p, then the draw.
+Temperature 0 takes the largest (penalised) logit. The draw is argmax(logit / T + Gumbel noise) with noise from
+Philox4x32-10, a counter-based generator: its key is the row's seed, its counter the token's position and the vocabulary
+index, so a result depends neither on the batch around it nor on earlier draws.
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4.ops._register import op
+
+_MASK = 0xFFFFFFFF
+
+
+def _mul_hi_lo(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a * b for 32-bit values held in int64, without overflowing it."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16)
+    total = low + ((high & 0xFFFF) << 16)  # below 2^49
+    return ((high >> 16) + (total >> 32)) & _MASK, total & _MASK
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
+    """Philox4x32-10 (Salmon et al. 2011). Counter and key words are int64 tensors of 32-bit values, broadcastable.
+    Returns int64 [..., 4] of 32-bit values."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(10):
+        hi0, lo0 = _mul_hi_lo(c0, 0xD2511F53)
+        hi1, lo1 = _mul_hi_lo(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """float32 [B, vocab] of Gumbel noise for seeds, positions int64 [B]."""
+    quads = torch.arange((vocab + 3) // 4, device=seeds.device)
+    zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
+    position = positions[:, None]
+    key = (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK)
+    bits = philox((quads, position & _MASK, position >> 32, zero), key).flatten(1)[:, :vocab]
+    # 23 bits and a half: never 0 or 1, so both logarithms are finite.
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def _keep(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """bool [B, V]: what the three filters leave of temperature-scaled logits; at least the largest."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    keep = (rank < top_k[:, None]) | (top_k[:, None] <= 0)
+    # Each filter sees the distribution that the one before it left.
+    probs = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
+    keep = keep & ((probs.cumsum(-1) - probs < top_p[:, None]) | (top_p[:, None] >= 1))
+    probs = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
+    keep = keep & (probs >= min_p[:, None] * probs[:, :1])
+    return torch.zeros_like(keep).scatter(-1, order, keep | (rank == 0))
+
+
+SCHEMA = (
+    "sample(Tensor logits, Tensor seen, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+    "Tensor repetition_penalty, Tensor seeds, Tensor positions) -> (Tensor, Tensor)"
+)
+
+
+def _fake(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions):
+    batch = logits.shape[0]
+    return logits.new_empty(batch, dtype=torch.int64), logits.new_empty(batch, dtype=torch.float32)
+
+
+@op(SCHEMA, fake=_fake)
+def sample_ref(
+    logits: Tensor,
+    seen: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    repetition_penalty: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The order above, with a stable sort: equal logits keep their vocabulary order."""
+    logits = logits.float()
+    penalty = repetition_penalty[:, None]
+    penalised = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    greedy = penalised.argmax(-1)
+    scaled = penalised / torch.where(temperature > 0, temperature, 1)[:, None]
+    kept = scaled.masked_fill(~_keep(scaled, top_k, top_p, min_p), -torch.inf)
+    drawn = (kept + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(-1)
+    token = torch.where(temperature > 0, drawn, greedy)
+    return token, logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+
+
+def sample(
+    logits: Tensor,
+    seen: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    repetition_penalty: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """logits float32 [B, V]; seen bool [B, V]: tokens that the penalty applies to; per row [B]: temperature, top_p
+    (1 = off), min_p (0 = off), repetition_penalty (1 = off) float32, top_k (0 = off), seeds, positions int64.
+    Returns the token int64 [B] and its log-probability float32 [B] under the unmodified logits."""
+    return torch.ops.dsv4.sample(
+        logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions
+    )
