@@ -10,7 +10,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TextIO, TypeVar
 
@@ -61,7 +61,7 @@ class LoadReport:
         lines += [f"  {name}: {count}" for name, count in sorted(self.formats.items())]
         lines += [f"  skipped {prefix}*: {count}" for prefix, count in sorted(self.skipped.items())]
         lines += [f"  not needed .{suffix}: {count}" for suffix, count in sorted(self.ignored.items())]
-        lines += [f"  not read {name}: not in the index" for name in self.unused_files]
+        lines += [f"  not read: {name}" for name in self.unused_files]
         return "\n".join(lines)
 
 
@@ -180,11 +180,12 @@ class FolderSource(Source):
     def _tensors(self, form: Format, parts: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
         """Each part of a weight by role, read and converted on the host, one at a time."""
         for part in form.parts:
-            tensor = self._load.read(parts[part.role])
+            stored = self._load.read(parts[part.role])
             try:
-                yield part.role, part.convert(tensor, self.dtype)
+                tensor = part.convert(stored, self.dtype)
             except ValueError as error:
                 raise ValueError(f"{parts[part.role]}: {error}") from error
+            yield part.role, tensor
 
     def _fused_experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> nn.Module:
         """Experts stored as transformers holds them: gate_up_proj [E, 2I, H] (gate then up) and down_proj [E, H, I]."""
@@ -317,7 +318,7 @@ class _Load:
                 f"{self.folder.path}: {len(left)} of {len(self.tensors)} tensors have no place in this model: "
                 f"{', '.join(left[:5])}{more}; config.json is of another model or the checkpoint has unknown parts"
             )
-        return LoadReport(**vars(self.report) | {"seconds": time.monotonic() - self.start})
+        return replace(self.report, seconds=time.monotonic() - self.start)
 
 
 def _unsupported(weight: Stored, form: Format, what: str) -> ValueError:

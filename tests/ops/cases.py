@@ -1,0 +1,278 @@
+"""Shared by the op tests: random inputs with outliers, flat batches, tolerances, and one set of arguments an op.
+
+`ARGUMENTS` has an entry for every op of the `dsv4::` namespace; test_registry runs each of them through opcheck, through
+FakeTensorMode and through torch.compile. A new op without an entry fails there.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.fp8 import decode_e8m0, quantize_fp8_block
+from dsv4.ops.nvfp4 import quantize_nvfp4
+
+# dtype of the result -> (rtol, atol); atol counts in units of the largest expected value when that is above 1.
+TOLERANCE = {
+    # Two float32 evaluations of the same sum of up to 512 products in different orders: a few ulps of the largest
+    # partial sum (2^-24 each), of which a softmax or a norm passes on about ten.
+    torch.float32: (2e-5, 5e-6),
+    # Computed in float32 and rounded once: results on either side of a rounding boundary differ by one bfloat16 ulp,
+    # 2^-7 of the value at most. The absolute part is for values near 0 that come from cancellation.
+    torch.bfloat16: (2**-7, 2e-5),
+}
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Compare values under the tolerance of `dtype` (that of `actual` unless given); shapes must be equal too."""
+    rtol, atol = TOLERANCE[dtype or actual.dtype]
+    finite = expected[expected.isfinite()].abs().double()
+    scale = max(1.0, finite.max().item()) if finite.numel() else 1.0
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol * scale, equal_nan=False)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert torch.equal(actual.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+
+
+class Draw:
+    """Random inputs from one seed."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.generator = torch.Generator().manual_seed(seed)
+        self.random = random.Random(seed)
+
+    def normal(
+        self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, outliers: float = 0.0
+    ) -> Tensor:
+        """N(0, scale^2); with outliers > 0 about one value in 64 is that many times larger."""
+        x = torch.randn(shape, generator=self.generator) * scale
+        if outliers:
+            x = torch.where(torch.rand(shape, generator=self.generator) < 1 / 64, x * outliers, x)
+        return x.to(dtype)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator) * (high - low) + low
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """low <= value < high. Small ones in a float dtype make every sum exact, so results can be compared bitwise."""
+        return torch.randint(low, high, shape, generator=self.generator).to(dtype)
+
+    def distinct(self, rows: int, count: int, below: int) -> Tensor:
+        """int64 [rows, count]: distinct numbers in each row."""
+        return torch.rand(rows, below, generator=self.generator).argsort(-1)[:, :count]
+
+    def inv_freq(self, rope: int) -> Tensor:
+        """float32 [rope / 2], from 1 downwards like a real one."""
+        return 10000.0 ** -(torch.arange(0, rope, 2) / rope)
+
+    def chunks(self, length: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Random (start, stop) pairs that cover `length` tokens, each as long as one of `sizes`."""
+        start = 0
+        while start < length:
+            stop = min(length, start + self.random.choice(sizes))
+            yield start, stop
+            start = stop
+
+
+# --- flat batches -----------------------------------------------------------------------------------------------------
+
+CHUNK_SIZES = (1, 2, 3, 5, 7, 50, 130, 300)  # below, at and above the rates 4 and 128 and the window 128
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 131, 256, 300)  # around the same boundaries
+GARBAGE_POSITIONS = (0, 3, 127, -1, -129, 2**40)  # what an inert token may carry
+
+
+@dataclass
+class Batch:
+    """One step's tokens: positions and slots, int64 [T]."""
+
+    positions: Tensor
+    slots: Tensor
+
+    def rows(self, sequences: Sequence[Tensor], inert: float = torch.nan) -> Tensor:
+        """This batch's rows of per-slot data [length, ...]; inert tokens get rows full of `inert`."""
+        sample = sequences[0]
+        out = torch.full((len(self.slots), *sample.shape[1:]), inert, dtype=sample.dtype)
+        for row, (slot, position) in enumerate(zip(self.slots.tolist(), self.positions.tolist(), strict=True)):
+            if slot >= 0:
+                out[row] = sequences[slot][position]
+        return out
+
+    def scatter(self, rows: Tensor, sequences: Sequence[Tensor]) -> None:
+        """The reverse of `rows`: put result rows where their token belongs."""
+        for row, (slot, position) in enumerate(zip(self.slots.tolist(), self.positions.tolist(), strict=True)):
+            if slot >= 0:
+                sequences[slot][position] = rows[row]
+
+
+def make_batch(segments: Sequence[tuple[int, int, int]], garbage: Sequence[int] = ()) -> Batch:
+    """Segments (slot, start, stop), side by side; slot -1 makes inert tokens that carry `garbage` positions in turn."""
+    positions, slots = [], []
+    for slot, start, stop in segments:
+        for position in range(start, stop):
+            inert = slot < 0 and len(garbage) > 0
+            positions.append(garbage[position % len(garbage)] if inert else position)
+            slots.append(slot)
+    return Batch(torch.tensor(positions, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64))
+
+
+def one_by_one(lengths: Sequence[int]) -> Iterator[Batch]:
+    """Every token of every slot (slot s has lengths[s] tokens) in a batch of its own, slot after slot."""
+    for slot, length in enumerate(lengths):
+        for position in range(length):
+            yield make_batch([(slot, position, position + 1)])
+
+
+def random_steps(draw: Draw, lengths: Sequence[int], sizes: Sequence[int] = CHUNK_SIZES) -> Iterator[Batch]:
+    """The same tokens as `one_by_one` in random chunks of several slots mixed, with inert tokens in between."""
+    done = [0] * len(lengths)
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        waiting = [slot for slot, n in enumerate(lengths) if done[slot] < n]
+        chosen = draw.random.sample(waiting, draw.random.randint(1, len(waiting)))
+        segments = []
+        for slot in chosen:
+            stop = min(lengths[slot], done[slot] + draw.random.choice(sizes))
+            if draw.random.random() < 0.5:
+                segments.append((-1, 0, draw.random.randint(1, 3)))
+            segments.append((slot, done[slot], stop))
+            done[slot] = stop
+        if draw.random.random() < 0.5:
+            segments.append((-1, 0, draw.random.randint(1, 5)))
+        garbage = draw.random.sample(GARBAGE_POSITIONS, len(GARBAGE_POSITIONS))
+        yield make_batch(segments, garbage)
+
+
+def inert_batch(count: int) -> Batch:
+    """A batch without any active token, positions garbage."""
+    return make_batch([(-1, 0, count)], GARBAGE_POSITIONS)
+
+
+# --- one set of arguments an op -----------------------------------------------------------------------------------------
+
+
+def _batch() -> Batch:
+    """Two slots in the middle of their sequences and two inert tokens, seven tokens in all."""
+    return make_batch([(1, 6, 9), (-1, 0, 1), (0, 3, 5), (-1, 0, 1)], (9,))
+
+
+def _q_rope(draw: Draw, dtype: torch.dtype) -> tuple:
+    return draw.normal(7, 3, 16, dtype=dtype), draw.inv_freq(8), _batch().positions, 1e-6, True
+
+
+def _kv_rope(draw: Draw, dtype: torch.dtype) -> tuple:
+    return draw.normal(7, 16, dtype=dtype), draw.normal(16), draw.inv_freq(8), _batch().positions, 1e-6
+
+
+def _kv_write(draw: Draw, dtype: torch.dtype) -> tuple:
+    batch = _batch()
+    return draw.normal(7, 16, dtype=dtype), batch.positions, batch.slots, draw.normal(3, 8, 16, dtype=dtype)
+
+
+def _compress(draw: Draw, dtype: torch.dtype) -> tuple:
+    batch, rings = _batch(), [draw.normal(3, 8, 32) for _ in range(2)]
+    inputs = draw.normal(7, 32), draw.normal(7, 32), draw.normal(4, 32), draw.normal(16), draw.inv_freq(8)
+    return *inputs, batch.positions, batch.slots, *rings, draw.normal(3, 5, 16, dtype=dtype), 4, 1e-6
+
+
+def _index_topk(draw: Draw, dtype: torch.dtype) -> tuple:
+    batch = _batch()
+    q, keys = draw.normal(7, 4, 16, dtype=dtype), draw.normal(3, 5, 16, dtype=dtype)
+    return q, draw.normal(7, 4), keys, batch.positions, batch.slots, 4, 3
+
+
+def _attend(draw: Draw, dtype: torch.dtype) -> tuple:
+    batch = _batch()
+    q, kv, ring = draw.normal(7, 3, 16, dtype=dtype), draw.normal(7, 16, dtype=dtype), draw.normal(3, 8, 16, dtype=dtype)
+    entries, indices = draw.normal(3, 5, 16, dtype=dtype), draw.integers(-1, 5, 7, 3, dtype=torch.int32)
+    return q, kv, ring, entries, indices, draw.normal(3), draw.inv_freq(8), batch.positions, batch.slots, 4
+
+
+def _hc_pre(draw: Draw, dtype: torch.dtype) -> tuple:
+    weights = draw.normal(24, 64), draw.normal(24), draw.normal(3), draw.normal(16)
+    return draw.normal(5, 4, 16, dtype=dtype), *weights, 1e-6, 1e-6, 20
+
+
+def _hc_post(draw: Draw, dtype: torch.dtype) -> tuple:
+    y, streams = draw.normal(5, 16, dtype=dtype), draw.normal(5, 4, 16, dtype=dtype)
+    return y, streams, draw.normal(5, 4), draw.normal(5, 4, 4)
+
+
+def _hc_head(draw: Draw, dtype: torch.dtype) -> tuple:
+    weights = draw.normal(4, 64), draw.normal(4), draw.normal(1), draw.normal(16)
+    return draw.normal(5, 4, 16, dtype=dtype), *weights, 1e-6, 1e-6
+
+
+def _linear_fp32(draw: Draw, dtype: torch.dtype) -> tuple:
+    return draw.normal(5, 16, dtype=dtype), draw.normal(12, 16, dtype=dtype)
+
+
+def _linear_fp8_block(draw: Draw, dtype: torch.dtype) -> tuple:
+    weight, scale = quantize_fp8_block(draw.normal(160, 136))
+    return draw.normal(5, 2, 136, dtype=dtype), weight, decode_e8m0(scale), 2
+
+
+def _linear_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
+    return draw.normal(5, 32, dtype=dtype), *quantize_nvfp4(draw.normal(12, 32))
+
+
+def _route_topk(draw: Draw, dtype: torch.dtype) -> tuple:
+    return draw.normal(7, 16, dtype=dtype), draw.normal(8, 16, dtype=dtype), draw.normal(8), _batch().slots, 3, 1.5
+
+
+def _route_hash(draw: Draw, dtype: torch.dtype) -> tuple:
+    x, gate = draw.normal(7, 16, dtype=dtype), draw.normal(8, 16, dtype=dtype)
+    return x, gate, draw.distinct(20, 3, 8), draw.integers(0, 20, 7), _batch().slots, 1.5
+
+
+def _moe(draw: Draw, dtype: torch.dtype) -> tuple:
+    routed = draw.integers(-1, 4, 5, 2, dtype=torch.int32), draw.uniform(0, 1, 5, 2)
+    stack = draw.normal(4, 64, 16, dtype=dtype), draw.normal(4, 16, 32, dtype=dtype)
+    return draw.normal(5, 16, dtype=dtype), *routed, *stack, 10.0
+
+
+def quantize_experts(gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+    """[E, 2I, H] and [E, H, I] -> the six NVFP4 tensors that moe_nvfp4 takes; w1 and w3 each with their own scale_2."""
+    parts = [[quantize_nvfp4(half) for half in both.chunk(2)] for both in gate_up]
+    codes, scale = (torch.stack([torch.cat((w1[i], w3[i])) for w1, w3 in parts]) for i in (0, 1))
+    scale_2 = torch.stack([torch.stack((w1[2], w3[2])) for w1, w3 in parts])
+    downs = [quantize_nvfp4(w) for w in down]
+    return codes, scale, scale_2, *(torch.stack([d[i] for d in downs]) for i in range(3))
+
+
+def _moe_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
+    routed = draw.integers(-1, 4, 5, 2, dtype=torch.int32), draw.uniform(0, 1, 5, 2)
+    stack = quantize_experts(draw.normal(4, 64, 16), draw.normal(4, 16, 32))
+    return draw.normal(5, 16, dtype=dtype), *routed, *stack, 10.0
+
+
+def _sample(draw: Draw, dtype: torch.dtype) -> tuple:
+    filters = torch.tensor([0, 3, 5]), torch.tensor([1.0, 0.9, 0.5]), torch.tensor([0.0, 0.1, 0.0])
+    numbers = torch.tensor([1.0, 1.2, 1.0]), draw.integers(0, 2**62, 3), draw.integers(0, 2**20, 3)
+    seen = draw.integers(0, 2, 3, 12).bool()
+    return draw.normal(3, 12, dtype=dtype), seen, torch.tensor([0.0, 0.7, 1.0]), *filters, *numbers
+
+
+ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
+    "attend": _attend,
+    "compress": _compress,
+    "hc_head": _hc_head,
+    "hc_post": _hc_post,
+    "hc_pre": _hc_pre,
+    "index_topk": _index_topk,
+    "kv_rope": _kv_rope,
+    "kv_write": _kv_write,
+    "linear_fp32": _linear_fp32,
+    "linear_fp8_block": _linear_fp8_block,
+    "linear_nvfp4": _linear_nvfp4,
+    "moe": _moe,
+    "moe_nvfp4": _moe_nvfp4,
+    "q_rope": _q_rope,
+    "route_hash": _route_hash,
+    "route_topk": _route_topk,
+    "sample": _sample,
+}
