@@ -197,6 +197,7 @@ def train(args):
     if cuda and not args.eager:
         warm = subprocess.Popen([sys.executable, __file__, "train", "--warm", *sys.argv[2:]])
     deadline = begin + 60 * args.minutes - args.reserve
+    flags = [torch.tensor(flag, device=dev) for flag in (False, True)]  # made once: making one waits for the device
     phase, start, step, last_save, tokens, progress, last = 0, None, 0, time.time(), 0, 0.0, begin
     mark, mark_tokens, sums = time.time(), 0, []
     load_total = torch.zeros(len(config.compress_ratios), config.n_routed_experts, device=dev)
@@ -222,7 +223,7 @@ def train(args):
             group["lr"] = lr
         rows, length = phases[phase]
         ids, target = crops.batch(rows, length)
-        dense = torch.tensor(progress < args.dense_share, device=dev)
+        dense = flags[progress < args.dense_share]
         quantised = progress >= 1 - args.quant_share
         exact = quantise_in_place(model) if quantised else None
         tick = time.time()

@@ -1,8 +1,8 @@
 """Fresh random inputs in every run, and the number that repeats a failing one.
 
-A test that draws random inputs takes the `draw` fixture. Its seed is made from one session seed and the test's own name,
-so tests stay reproducible one by one. The session seed is new in each run and is printed in the header and beside every
-failure; `DSV4_SEED=<number> pytest ...` runs the same inputs again.
+A test that draws random inputs takes the `draw` fixture. Its seed is made from one session seed and the test's own
+name, so tests stay reproducible one by one. The session seed is new in each run and is printed in the header and beside
+every failure; `DSV4_SEED=<number> pytest ...` runs the same inputs again.
 """
 
 import os

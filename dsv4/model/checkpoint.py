@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class FolderSource(Source):
         build(source)
         return source.finish()
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "FolderSource":
         child = copy.copy(self)
         child._prefix = f"{self._prefix}{name}."
         return child
@@ -226,8 +226,8 @@ def load_folder(
 class ProgressLine:
     """A progress callback: one line that says how much has been read and how fast, rewritten every half second."""
 
-    def __init__(self, stream: TextIO = sys.stderr):
-        self._stream = stream
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = sys.stderr if stream is None else stream
         self._start = self._shown = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:

@@ -38,6 +38,16 @@ def number(name: str, value) -> float:
     return float(value)
 
 
+def read_json_object(file: Path) -> dict:
+    """The object in a JSON file that exists. ValueError with the path if it holds anything else."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{file}: not valid JSON ({error})") from error
+    require(isinstance(values, dict), str(file), type(values).__name__, "a JSON object")
+    return values
+
+
 @dataclass(frozen=True)
 class Yarn:
     """YaRN frequency scaling of the compressed layers' rope. It has no magnitude factor in this model."""
@@ -175,16 +185,14 @@ class ModelConfig:
             raise ValueError(f"{folder}: no such folder, expected a checkpoint folder with a config.json")
         if not file.is_file():
             raise ValueError(f"{file}: no such file, a checkpoint folder must hold a config.json")
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-            raise ValueError(f"{file}: not valid JSON ({error})") from error
-        return cls.from_json(values, source=str(file))
+        return cls.from_json(read_json_object(file), source=str(file))
 
     @classmethod
     def from_json(cls, values: dict, source: str = "config.json") -> "ModelConfig":
         """Build from the content of a `config.json` in either spelling; `source` names the file in error messages."""
-        from .config_json import read  # it needs this class's fields, so it cannot be imported before the class
+        from dsv4.model.config_json import (
+            read,
+        )  # it needs this class's fields, so it cannot be imported before the class
 
         try:
             return cls(**read(values))
@@ -193,7 +201,7 @@ class ModelConfig:
 
     def to_json(self) -> dict:
         """The content of a `config.json` in the native spelling, which transformers reads as well."""
-        from .config_json import write
+        from dsv4.model.config_json import write
 
         return write(self)
 

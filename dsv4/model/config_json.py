@@ -12,7 +12,7 @@ from dataclasses import fields
 
 import torch
 
-from .config import CSA, DTYPES, HCA, SLIDING, ModelConfig, Yarn, integer, number, require
+from dsv4.model.config import CSA, DTYPES, HCA, SLIDING, ModelConfig, Yarn, integer, number, require
 
 RATIO_TO_LAYER_TYPE = {0: SLIDING, 4: CSA, 128: HCA}
 
@@ -34,29 +34,86 @@ FIXED = {
 
 # Keys that do not change what the model computes at inference.
 IGNORED_KEYS = frozenset(
-    # how the weights are stored: decided per tensor
-    "quantization_config compression_config expert_dtype "
-    # multi-token prediction and DSpark blocks (`mtp.*` weights), which are skipped
-    "num_nextn_predict_layers dspark_block_size dspark_noise_token_id dspark_target_layer_ids dspark_markov_rank "
-    # training
-    "initializer_range attention_dropout router_aux_loss_coef output_router_logits router_jitter_noise "
-    # transformers' bookkeeping
-    "architectures auto_map transformers_version use_cache pad_token_id _name_or_path _commit_hash attn_implementation "
-    "_attn_implementation _attn_implementation_autoset _experts_implementation output_attentions output_hidden_states "
-    "return_dict chunk_size_feed_forward problem_type id2label label2id tokenizer_class torchscript use_bfloat16 "
-    "tie_encoder_decoder".split()
+    {
+        # how the weights are stored: decided per tensor
+        "quantization_config",
+        "compression_config",
+        "expert_dtype",
+        # multi-token prediction and DSpark blocks (`mtp.*` weights), which are skipped
+        "num_nextn_predict_layers",
+        "dspark_block_size",
+        "dspark_noise_token_id",
+        "dspark_target_layer_ids",
+        "dspark_markov_rank",
+        # training
+        "initializer_range",
+        "attention_dropout",
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "router_jitter_noise",
+        # transformers' bookkeeping
+        "architectures",
+        "auto_map",
+        "transformers_version",
+        "use_cache",
+        "pad_token_id",
+        "_name_or_path",
+        "_commit_hash",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_experts_implementation",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "tokenizer_class",
+        "torchscript",
+        "use_bfloat16",
+        "tie_encoder_decoder",
+    }
 )
 
 # Keys that are read below, besides those that are fields of ModelConfig under the same name.
 READ_KEYS = frozenset(
-    "model_type layer_types compress_ratios compress_rates compress_rate_csa compress_rate_hca mlp_layer_types "
-    "num_hash_layers partial_rotary_factor rope_scaling rope_parameters eos_token_id dtype torch_dtype "
-    "num_local_experts intermediate_size".split()
+    {
+        "model_type",
+        "layer_types",
+        "compress_ratios",
+        "compress_rates",
+        "compress_rate_csa",
+        "compress_rate_hca",
+        "mlp_layer_types",
+        "num_hash_layers",
+        "partial_rotary_factor",
+        "rope_scaling",
+        "rope_parameters",
+        "eos_token_id",
+        "dtype",
+        "torch_dtype",
+        "num_local_experts",
+        "intermediate_size",
+    }
 )
 
 ROPE_KEYS = frozenset(
-    "type rope_type factor original_max_position_embeddings beta_fast beta_slow attention_factor mscale "
-    "mscale_all_dim rope_theta partial_rotary_factor truncate".split()
+    {
+        "type",
+        "rope_type",
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "rope_theta",
+        "partial_rotary_factor",
+        "truncate",
+    }
 )
 
 V41_KEY_PREFIXES = ("engram", "candidate_", "kv_source_layers", "index_source_layers", "gate_temp")
@@ -70,7 +127,6 @@ _PLAIN_FIELDS = {field.name: field.type for field in fields(ModelConfig) if fiel
 
 def read(values: dict) -> dict:
     """Arguments of `ModelConfig` from the content of a `config.json`. ValueError for all that is not this model."""
-    require(isinstance(values, dict), "the file", type(values).__name__, "a JSON object")
     _refuse_other_models(values)
     out = {name: present(values, name) for name in _PLAIN_FIELDS}
     out |= {name: number(name, out[name]) for name, kind in _PLAIN_FIELDS.items() if kind is float}

@@ -5,11 +5,12 @@ two or three tokens. `TextStream` therefore works on bytes and hands out whole c
 """
 
 import codecs
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
+
+from dsv4.model.config import read_json_object
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -57,8 +58,8 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception for anything it cannot read
             raise ValueError(f"{file}: not a tokenizer that can be read ({error})") from error
-        named = _read_json(folder / "tokenizer_config.json")
-        ids = _read_json(folder / "config.json")
+        names = (folder / "tokenizer_config.json", folder / "config.json")
+        named, ids = (read_json_object(name) if name.is_file() else {} for name in names)
 
         def token_ids(name: str) -> list[int]:
             """All ids that the two files give for "bos" or "eos", without repetition."""
@@ -94,7 +95,7 @@ class Tokenizer:
         backend = self._backend if parse_special else self._plain
         ids = backend.encode(text, add_special_tokens=False).ids
         if add_bos and ids[:1] != [self.bos_token_id]:
-            ids = [self.bos_token_id] + ids
+            ids = [self.bos_token_id, *ids]
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -194,16 +195,3 @@ def _token_id(backend: tokenizers.Tokenizer, literal: str, source) -> int:
     if id is None:
         raise ValueError(f"{source}: found no token {literal!r} in the vocabulary")
     return id
-
-
-def _read_json(file: Path) -> dict:
-    """The object in a JSON file; empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise ValueError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: found {type(values).__name__}, expected a JSON object")
-    return values

@@ -4,14 +4,18 @@ The miniature has the three kinds of layers (sliding with hash routing, CSA, HCA
 from every other, so that a transposed or swapped tensor cannot fit.
 """
 
+import functools
 import json
+import re
 import struct
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsv4.model.checkpoint import FolderSource, load_folder
 from dsv4.model.source import Source
 from dsv4.ops.fp8 import quantize_fp8_block
 from dsv4.ops.nvfp4 import quantize_nvfp4
@@ -114,6 +118,16 @@ def build(source: Source) -> dict:
 
 def plain_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """All tensors of the miniature, unquantised, under native names."""
+    return dict(_plain_tensors(dtype))
+
+
+def nvfp4_experts_tensors(input_scale: bool = True, fp8_suffix: str = "scale") -> dict[str, Tensor]:
+    """The miniature as NVIDIA's experts-only exports store it: experts NVFP4, most linears FP8, the rest BF16."""
+    return dict(_nvfp4_experts_tensors(input_scale, fp8_suffix))
+
+
+@functools.cache
+def _plain_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {
         name + ".weight" if kind == LINEAR else name: (kind, shape) for name, (kind, shape) in inventory().items()
@@ -128,8 +142,8 @@ def plain_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     return tensors
 
 
-def nvfp4_experts_tensors(input_scale: bool = True, fp8_suffix: str = "scale") -> dict[str, Tensor]:
-    """The miniature as NVIDIA's experts-only exports store it: experts NVFP4, most linears FP8, the rest BF16."""
+@functools.cache
+def _nvfp4_experts_tensors(input_scale: bool, fp8_suffix: str) -> dict[str, Tensor]:
     tensors = {}
     for name, value in plain_tensors().items():
         module = name.removesuffix(".weight")
@@ -177,3 +191,43 @@ def write_raw(folder: Path, header: bytes | dict, data: bytes = b"", length: int
     prefix = struct.pack("<Q", len(header) if length is None else length)
     (folder / "model.safetensors").write_bytes(prefix + header + data)
     return folder
+
+
+def load(folder, dtype=torch.bfloat16, request=build):
+    """What `request` was given from the folder, on the CPU, and the report."""
+    return load_folder(folder, request, "cpu", dtype)
+
+
+def refused(folder, *words, request=build, headers=True) -> str:
+    """The load is refused with one line holding all words: from the headers alone, or only once data is read."""
+    with pytest.raises(ValueError) as caught:
+        load(folder, request=request)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, f"{word!r} not in {message!r}"
+    if headers:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            FolderSource.check(folder, request, torch.bfloat16)
+    else:
+        FolderSource.check(folder, request, torch.bfloat16)
+    return message
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, dtype and shape included."""
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
+    )
+
+
+def edited(changes: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The miniature with NVFP4 experts, some tensors replaced, added or (None) left out."""
+    return {name: value for name, value in (nvfp4_experts_tensors() | changes).items() if value is not None}
+
+
+def linear(name, out_features, in_features, groups=1):
+    """A request for one linear, for folders that hold little else."""
+    return lambda source: source.linear(name, out_features, in_features, groups)

@@ -303,12 +303,9 @@ def test_layer_lists_are_checked(name, types):
 
 @pytest.mark.parametrize("ratio", [3, "4", 4.0, True, None, [4]])
 def test_unknown_compress_ratio(ratio):
-    if ratio is True:
-        message = "V4.1"  # equal to 1
-    else:
-        message = "compress_ratios: found"
+    message = "V4.1" if ratio is True else "compress_ratios: found"  # True equals 1
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_json(native_flash() | {"compress_ratios": [ratio] + native_flash()["compress_ratios"][1:]})
+        ModelConfig.from_json(native_flash() | {"compress_ratios": [ratio, *native_flash()["compress_ratios"][1:]]})
 
 
 def test_unknown_keys_are_listed():

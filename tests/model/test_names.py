@@ -179,7 +179,7 @@ def test_the_miniature_of_these_tests_is_known_in_all_namings():
 def test_mixed_namings_are_refused():
     keys = list(plain_tensors())
     hf = "model.layers.0.self_attn.wq_a.weight", "model.layers.1.self_attn.q_a_proj.weight"
-    with pytest.raises(ValueError, match="mixed naming.*q_a_proj.weight' a hf name"):
+    with pytest.raises(ValueError, match=r"mixed naming.*q_a_proj.weight' a hf name"):
         names.recognise([*keys, *hf])
 
 

@@ -1,13 +1,16 @@
 """Shared by the op tests: random inputs with outliers, flat batches, tolerances, and one set of arguments an op.
 
-`ARGUMENTS` has an entry for every op of the `dsv4::` namespace; test_registry runs each of them through opcheck, through
-FakeTensorMode and through torch.compile. A new op without an entry fails there.
+`ARGUMENTS` has an entry for every op of the `dsv4::` namespace; test_registry runs each of them through opcheck,
+FakeTensorMode and torch.compile. A new op without an entry fails there.
 """
 
+import math
+import mmap
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -152,7 +155,20 @@ def inert_batch(count: int) -> Batch:
     return make_batch([(-1, 0, count)], GARBAGE_POSITIONS)
 
 
-# --- one set of arguments an op -----------------------------------------------------------------------------------------
+def sparse_zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Zeros of any size in address space without memory: pages exist once they are written. A row number past 2^31 can
+    be met for real, where int32 arithmetic wraps to another row or to an invalid address."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(
+            -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        )
+    except OSError as error:
+        pytest.skip(f"{size / 2**30:.0f} GiB of address space: {error}")
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+# --- one set of arguments an op ---------------------------------------------------------------------------------------
 
 
 def _batch() -> Batch:
@@ -187,7 +203,8 @@ def _index_topk(draw: Draw, dtype: torch.dtype) -> tuple:
 
 def _attend(draw: Draw, dtype: torch.dtype) -> tuple:
     batch = _batch()
-    q, kv, ring = draw.normal(7, 3, 16, dtype=dtype), draw.normal(7, 16, dtype=dtype), draw.normal(3, 8, 16, dtype=dtype)
+    q, kv = draw.normal(7, 3, 16, dtype=dtype), draw.normal(7, 16, dtype=dtype)
+    ring = draw.normal(3, 8, 16, dtype=dtype)
     entries, indices = draw.normal(3, 5, 16, dtype=dtype), draw.integers(-1, 5, 7, 3, dtype=torch.int32)
     return q, kv, ring, entries, indices, draw.normal(3), draw.inv_freq(8), batch.positions, batch.slots, 4
 

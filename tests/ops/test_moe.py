@@ -1,0 +1,177 @@
+"""moe and moe_nvfp4 against transformers' experts, loops in float64, and values by hand."""
+
+import math
+
+import pytest
+import torch
+
+from dsv4 import ops
+from dsv4.ops.nvfp4 import dequantize_nvfp4
+from tests.ops.cases import assert_near, assert_same_bits, quantize_experts
+from tests.ops.oracles import hf, randomise, tiny_config
+
+DTYPES = (torch.float32, torch.bfloat16)
+# The reference takes few tokens by expert id and many expert by expert: 2 x 3 picks of 8 experts, and 20 x 3.
+TOKENS = (2, 20)
+
+
+def silu(x: float) -> float:
+    return x / (1 + math.exp(-x))
+
+
+def assert_matches_loops(actual, x, experts, weights, gate_up, down, limit):
+    """Against float64 except for the one rounding of the weighted h to x's dtype; one token and one pick at a time."""
+    y, largest = torch.zeros(x.shape, dtype=torch.float64), 0.0
+    for t in range(x.shape[0]):
+        for expert, weight in zip(experts[t].tolist(), weights[t].tolist(), strict=True):
+            if expert < 0:
+                continue
+            gate, up = (gate_up[expert].double() @ x[t].double()).chunk(2)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            h = gate * torch.sigmoid(gate) * up * weight
+            terms = down[expert].double() * h.to(x.dtype).double()
+            y[t] += terms.sum(-1)
+            largest = max(largest, terms.abs().max().item())
+    assert actual.dtype == torch.float32
+    if x.dtype == torch.float32:
+        assert_near(actual, y)
+    else:
+        # A value of h that lies on a rounding boundary may fall to the other side: an ulp (2^-7) of a single term.
+        torch.testing.assert_close(actual.double(), y, rtol=2e-5, atol=2**-7 * largest)
+
+
+def routed(draw, tokens, experts, k, none=0.0):
+    """Distinct experts with weights; about the share `none` of them replaced by -1 with weight 0."""
+    picks = draw.distinct(tokens, k, experts)
+    weights = draw.uniform(0.1, 1.0, tokens, k)
+    absent = draw.uniform(0, 1, tokens, k) < none
+    return torch.where(absent, -1, picks).int(), torch.where(absent, 0, weights)
+
+
+def stack(draw, experts=8, hidden=32, inter=16, scale=1.0, dtype=torch.float32):
+    gate_up = draw.normal(experts, 2 * inter, hidden, scale=scale * hidden**-0.5, dtype=dtype)
+    return gate_up, draw.normal(experts, hidden, inter, scale=inter**-0.5, dtype=dtype)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_matches_transformers(tokens, draw):
+    """float32: weighting before or after W2 is the same. Activations of size 8 reach the clamps."""
+    module = randomise(hf.DeepseekV4Experts(tiny_config()), draw)
+    x = draw.normal(tokens, 32, scale=8.0)
+    experts, weights = routed(draw, tokens, 8, 3)
+    expected = module(x, experts.long(), weights)
+    args = module.gate_up_proj.data, module.down_proj.data, 10.0
+    assert_near(ops.moe(x, experts, weights, *args), expected)
+
+
+def test_clamped_swiglu_matches_transformers_mlp(draw):
+    """The shared expert uses the same formula with the same clamp, as the modelling code does."""
+    module = randomise(hf.DeepseekV4MLP(tiny_config()), draw)
+    x = draw.normal(30, 32, scale=15.0)
+    gate_up = torch.cat((module.gate_proj(x), module.up_proj(x)), -1)
+    assert (gate_up.abs() > 10).any()
+    assert_near(module.down_proj(ops.clamped_swiglu(gate_up, 10.0)), module(x))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matches_loops(tokens, dtype, draw):
+    """The routing weight enters before the rounding of h, so bf16 agrees closely; the result is float32, unrounded."""
+    x, (experts, weights) = draw.normal(tokens, 32, dtype=dtype, outliers=20.0), routed(draw, tokens, 8, 3, none=0.2)
+    gate_up, down = stack(draw, dtype=dtype)
+    args = x, experts, weights, gate_up, down, 10.0
+    assert_matches_loops(ops.moe(*args), *args)
+
+
+def test_weight_enters_before_the_rounding():
+    """h = silu(1) = 0.7311 and weight 1 + 2^-12: bf16 has steps of 2^-8 there and rounds both products to 187/256.
+    After W2 the weight would survive."""
+    gate_up = torch.zeros(1, 2, 1, dtype=torch.bfloat16)
+    gate_up[0] = 1.0
+    x = torch.tensor([[1.0]], dtype=torch.bfloat16)
+    args = x, torch.zeros(1, 1, dtype=torch.int32)
+    plain = ops.moe(*args, torch.tensor([[1.0]]), gate_up, torch.ones(1, 1, 1, dtype=torch.bfloat16), 10.0)
+    slightly = ops.moe(*args, torch.tensor([[1 + 2.0**-12]]), gate_up, torch.ones(1, 1, 1, dtype=torch.bfloat16), 10.0)
+    assert plain.item() == slightly.item() == 187 / 256
+
+
+@pytest.mark.parametrize("gate", (-50.0, -10.5, 9.5, 10.5, 50.0))
+@pytest.mark.parametrize("up", (-50.0, -10.5, 9.5, 50.0))
+def test_gate_is_clamped_above_only(gate, up):
+    """min(gate, 10) but not max(gate, -10); up on both sides. One expert of width 1, by hand."""
+    expected = silu(min(gate, 10.0)) * max(-10.0, min(up, 10.0))
+    assert_near(ops.clamped_swiglu(torch.tensor([gate, up]), 10.0), torch.tensor([expected]))
+    gate_up = torch.tensor([[[gate], [up]]])
+    one, expert = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+    y = ops.moe(one, expert, one, gate_up, torch.ones(1, 1, 1), 10.0)
+    assert_near(y, torch.tensor([[expected]]))
+    if gate == -50.0:
+        assert abs(expected) < 1e-15  # a gate clamped at -10 would give 4.5e-4 times up
+
+
+def test_gate_comes_first():
+    """w1 then w3 in the packed weight: gate 3, up 0 gives 0; gate 0, up 3 gives 0 too; gate 3, up 1 is silu(3)."""
+    for gate, up, expected in ((3.0, 0.0, 0.0), (0.0, 3.0, 0.0), (3.0, 1.0, silu(3.0)), (1.0, 3.0, 3 * silu(1.0))):
+        assert_near(ops.clamped_swiglu(torch.tensor([gate, up]), 10.0), torch.tensor([expected]))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nvfp4_matches_loops(tokens, dtype, draw):
+    """w1 and w3 have scale_2 of their own, 30 times apart, and every expert its own."""
+    gate_up, down = stack(draw)
+    gate_up[:, 16:] *= 30
+    gate_up *= draw.uniform(0.5, 2.0, 8, 1, 1)
+    quantised = quantize_experts(gate_up, down)
+    scale_2 = quantised[2].repeat_interleave(16, 1)[..., None]
+    gate_up = dequantize_nvfp4(quantised[0], quantised[1], scale_2)
+    down = dequantize_nvfp4(quantised[3], quantised[4], quantised[5][:, None, None])
+    x, (experts, weights) = draw.normal(tokens, 32, dtype=dtype), routed(draw, tokens, 8, 3, none=0.2)
+    actual = ops.moe_nvfp4(x, experts, weights, *quantised, 10.0)
+    assert_matches_loops(actual, x, experts, weights, gate_up, down, 10.0)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_inert_tokens(tokens, draw):
+    """Expert -1 is none: zeros for the token even if its x is NaN, and the other tokens keep their bits."""
+    gate_up, down = stack(draw)
+    x, (experts, weights) = draw.normal(tokens, 32), routed(draw, tokens, 8, 3)
+    before = ops.moe(x, experts, weights, gate_up, down, 10.0)
+    x[1], experts[1], weights[1] = torch.nan, -1, 0.0
+    after = ops.moe(x, experts, weights, gate_up, down, 10.0)
+    others = torch.arange(tokens) != 1
+    assert_same_bits(after[others], before[others])
+    assert (after[1] == 0).all()
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_no_expert_reads_no_weights(tokens, draw):
+    """-1 must not stand for expert 0 or the last one: their weights, huge here, leave no trace."""
+    gate_up, down = stack(draw)
+    x, (experts, weights) = draw.normal(tokens, 32), routed(draw, tokens, 6, 3, none=0.3)
+    experts = torch.where(experts >= 0, experts + 1, -1)  # 0 and 7 are nobody's
+    before = ops.moe(x, experts, weights, gate_up, down, 10.0)
+    gate_up[[0, 7]] = 1e30
+    down[[0, 7]] = 1e30
+    assert_same_bits(ops.moe(x, experts, weights, gate_up, down, 10.0), before)
+
+
+def test_few_and_many_tokens_agree(draw):
+    """The same tokens one at a time and together."""
+    gate_up, down = stack(draw)
+    x, (experts, weights) = draw.normal(20, 32), routed(draw, 20, 8, 3)
+    together = ops.moe(x, experts, weights, gate_up, down, 10.0)
+    for t in range(20):
+        alone = ops.moe(x[t : t + 1], experts[t : t + 1], weights[t : t + 1], gate_up, down, 10.0)
+        assert_near(alone[0], together[t])
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_outliers_stay_finite(tokens, draw):
+    """Activations of 1e4 meet the clamps: |h| <= 100 times the weight."""
+    gate_up, down = stack(draw)
+    x, (experts, weights) = draw.normal(tokens, 32, scale=1e4), routed(draw, tokens, 8, 3)
+    args = x, experts, weights, gate_up, down, 10.0
+    out = ops.moe(*args)
+    assert out.isfinite().all()
+    assert_matches_loops(out, *args)
