@@ -1,7 +1,7 @@
 """dsv4: DeepSeek-V4 inference in plain PyTorch, one compiled graph per step.
 
-    engine = dsv4.load("examples/tiny")
-    print(engine.generate("The cat", max_new_tokens=40)[0].text)
+engine = dsv4.load("examples/tiny")
+print(engine.generate("The cat", max_new_tokens=40)[0].text)
 """
 
 from importlib import import_module

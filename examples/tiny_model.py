@@ -220,7 +220,7 @@ class MoE(nn.Module):
         super().__init__()
         self.c, self.hashed = c, hashed
         e, i, h = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
-        self.gate = Weight(e, h)
+        self.gate = Weight(e, h, std=0.5 * h ** -0.5)
         if hashed:
             self.gate.register_buffer("tid2eid", torch.rand(c.vocab_size, e).topk(c.num_experts_per_tok).indices)
         else:

@@ -317,7 +317,7 @@ def sample(model, deadline, new_tokens=100, seed=0):
     starts = [[0, *tok.encode(p, add_special_tokens=False).ids] for p in PROMPTS]
     starts += [[0, user, *tok.encode(f'What does "{q}" mean?', add_special_tokens=False).ids, assistant, think_end] for q in QUESTIONS]
     dev, window = model.embed.weight.device, model.c.sliding_window
-    rows = [list(s) for s in starts] * 2
+    rows = [list(s) for s in starts + starts]
     greedy, generator = len(starts), torch.Generator(device=dev).manual_seed(seed)
     for _ in range(new_tokens):
         if time.time() > deadline:
@@ -455,12 +455,12 @@ def main():
     parser.add_argument("--quant-share", type=float, default=0.35, help="last part trained with rounded weights")
     parser.add_argument("--dense-share", type=float, default=0.3, help="first part attends to all visible CSA entries")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps instead of by time")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--floor", type=float, default=0.02)
-    parser.add_argument("--warmup", type=int, default=150)
+    parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--index-weight", type=float, default=0.2)
-    parser.add_argument("--bias-rate", type=float, default=2e-3)
+    parser.add_argument("--bias-rate", type=float, default=5e-3)
     parser.add_argument("--reserve", type=float, default=30.0, help="seconds kept for the held-out figures and samples")
     parser.add_argument("--compile-s", type=float, default=30.0, help="expected stall of the second shape's compilation")
     parser.add_argument("--save-every", type=float, default=50.0)

@@ -140,7 +140,9 @@ class Engine:
         self.runner.synchronize()
         return Timing(prompt_tokens=len(ids), prefill_seconds=time.perf_counter() - start)
 
-    def generate(self, prompts: Prompt | list[Prompt], max_new_tokens: int | None = None, **sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Prompt | list[Prompt], max_new_tokens: int | None = None, **sampling
+    ) -> list[Completion]:
         """Generate for one prompt or many, of any lengths; strings get BOS in front, token ids are taken as they are.
 
         sampling: temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, stop_token_ids, ignore_eos, logprobs
@@ -176,7 +178,9 @@ class Engine:
         eos = () if params.ignore_eos else self.config.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"at most {MAX_STOP_IDS} stop token ids (EOS included) are supported, found {len(stop_ids)}")
+            raise ValueError(
+                f"at most {MAX_STOP_IDS} stop token ids (EOS included) are supported, found {len(stop_ids)}"
+            )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the checkpoint folder has no tokenizer.json")
         for index, ids in enumerate(self._encode_all(prompts)):
@@ -212,5 +216,7 @@ class Engine:
         if wrong is not None:
             raise ValueError(f"prompt {index} has token id {wrong}, but the vocabulary is 0..{vocab - 1}")
         if len(ids) > limit:
-            raise ValueError(f"prompt {index} has {len(ids)} tokens, but max_context is {limit}; load with a larger one")
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens, but max_context is {limit}; load with a larger one"
+            )
         return ids

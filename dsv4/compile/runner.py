@@ -67,7 +67,7 @@ class Runner:
     @torch.no_grad()
     def prefill(self, chunk: Chunk) -> Tensor:
         """Run one chunk; returns its final hidden states [T, H], padding included."""
-        tokens, positions, slots = self.to_device([chunk.tokens, chunk.positions, chunk.slots]).unbind(0)
+        tokens, positions, slots = (self.to_device(row) for row in (chunk.tokens, chunk.positions, chunk.slots))
         return self._prefill[len(chunk.tokens)](self.model, self.cache, tokens, positions, slots)
 
     @torch.no_grad()

@@ -1,5 +1,9 @@
 """Attention of all three layer types (paper section 2.3): low-rank query, one shared key/value row, window plus
-compressed entries, sink, grouped low-rank output."""
+compressed entries, sink, grouped low-rank output.
+
+It comes in four parts so that what changes the cache (`append`, `write`) stands apart from what only computes
+(`project`, `attend`): torch.compile then compiles the computing parts once for all layers of a kind (see Block).
+"""
 
 from torch import Tensor, nn
 
@@ -34,27 +38,45 @@ class Attention(nn.Module):
         self.wo_b = source.linear("wo_b", hidden, low)
         self.compressor = self.indexer = None
         if self.rate:
-            self.compressor = Compressor(
-                config, source.at("compressor"), self.rate, self.head_dim, overlap, inv_freq
-            )
+            self.compressor = Compressor(config, source.at("compressor"), self.rate, self.head_dim, overlap, inv_freq)
         if overlap:
             self.indexer = Indexer(config, source.at("indexer"), self.rate, inv_freq)
 
-    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache) -> Tensor:
-        """x [T, H] -> [T, H]. Blocks that this batch completes are appended before it attends, since a token sees
-        the block it completes; the window ring is written after it attended (see ops.kv_write)."""
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """x [T, H] -> everything that the batch alone determines: q [T, heads, D], kv [T, D]; with a compressor its
+        c, z; with an indexer its q, weights and its compressor's c, z."""
         qr = self.q_norm(self.wq_a(x))
         q = ops.q_rope(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), self.inv_freq, positions, self.eps)
         kv = ops.kv_rope(self.wkv(x), self.kv_norm, self.inv_freq, positions, self.eps)
+        projected = (q, kv)
+        if self.compressor is not None:
+            projected += self.compressor.project(x)
+        if self.indexer is not None:
+            projected += self.indexer.project(x, qr, positions) + self.indexer.compressor.project(x)
+        return projected
+
+    def append(self, projected: tuple[Tensor, ...], positions: Tensor, slots: Tensor, cache: LayerCache) -> None:
+        """Append the blocks that this batch completes. This comes before `attend`: a token sees the block it completes."""
+        if self.compressor is not None:
+            c, z = projected[2:4]
+            self.compressor.append(c, z, positions, slots, cache.compressor)
+        if self.indexer is not None:
+            c, z = projected[6:8]
+            self.indexer.compressor.append(c, z, positions, slots, cache.indexer)
+
+    def attend(self, projected: tuple[Tensor, ...], positions: Tensor, slots: Tensor, cache: LayerCache) -> Tensor:
+        """-> [T, H]. Reads the cache and changes nothing."""
+        q, kv = projected[:2]
         entries = indices = None
         if self.compressor is not None:
-            self.compressor(x, positions, slots, cache.compressor)
             entries = cache.compressor.entries
         if self.indexer is not None:
-            indices = self.indexer(x, qr, positions, slots, cache.indexer)
-        o = ops.attend(
-            q, kv, cache.ring, entries, indices, self.sinks, self.inv_freq, positions, slots, self.rate
-        )
-        ops.kv_write(kv, positions, slots, cache.ring)
+            index_q, weights = projected[4:6]
+            indices = self.indexer.select(index_q, weights, positions, slots, cache.indexer)
+        o = ops.attend(q, kv, cache.ring, entries, indices, self.sinks, self.inv_freq, positions, slots, self.rate)
         o = o.flatten(1) if self.groups == 1 else o.flatten(1).unflatten(1, (self.groups, -1))
         return self.wo_b(self.wo_a(o))
+
+    def write(self, projected: tuple[Tensor, ...], positions: Tensor, slots: Tensor, cache: LayerCache) -> None:
+        """Put the batch's rows into the window ring. This comes after `attend` (see ops.kv_write)."""
+        ops.kv_write(projected[1], positions, slots, cache.ring)

@@ -24,11 +24,15 @@ class Compressor(nn.Module):
         self.register_buffer("norm", source.float32("norm.weight", (dim,)))
         self.register_buffer("inv_freq", inv_freq)
 
-    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, cache: CompressorCache) -> None:
-        """x [T, H]; the cache advances by this batch, and afterwards holds every block that the batch completes."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> candidates and gates, float32 [T, width] each."""
+        return self.wkv.fp32(x), self.wgate.fp32(x)
+
+    def append(self, c: Tensor, z: Tensor, positions: Tensor, slots: Tensor, cache: CompressorCache) -> None:
+        """Advance the cache by this batch's projections; afterwards it holds every block that the batch completes."""
         ops.compress(
-            self.wkv.fp32(x),
-            self.wgate.fp32(x),
+            c,
+            z,
             self.ape,
             self.norm,
             self.inv_freq,
@@ -54,10 +58,12 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config, source.at("compressor"), rate, self.dim, True, inv_freq)
         self.register_buffer("inv_freq", inv_freq)
 
-    def forward(self, x: Tensor, qr: Tensor, positions: Tensor, slots: Tensor, cache: CompressorCache) -> Tensor:
-        """x [T, H], qr [T, q_lora_rank] (the normalised low-rank query) -> block numbers int32 [T, topk]."""
-        self.compressor(x, positions, slots, cache)
-        q = self.wq_b(qr).unflatten(-1, (self.heads, self.dim))
-        q = ops.q_rope(q, self.inv_freq, positions, norm=False)
-        weights = self.weights_proj.fp32(x) * (self.dim**-0.5 * self.heads**-0.5)
+    def project(self, x: Tensor, qr: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H], qr [T, q_lora_rank] (the normalised low-rank query) -> queries [T, heads, dim] and their scaled
+        weights float32 [T, heads]. The keys' projections are the compressor's."""
+        q = ops.q_rope(self.wq_b(qr).unflatten(-1, (self.heads, self.dim)), self.inv_freq, positions, norm=False)
+        return q, self.weights_proj.fp32(x) * (self.dim**-0.5 * self.heads**-0.5)
+
+    def select(self, q: Tensor, weights: Tensor, positions: Tensor, slots: Tensor, cache: CompressorCache) -> Tensor:
+        """Block numbers int32 [T, topk] for each token, -1 where fewer are visible."""
         return ops.index_topk(q, weights, cache.entries, positions, slots, self.rate, self.topk)

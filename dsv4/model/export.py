@@ -22,8 +22,10 @@ from dsv4.ops.nvfp4 import E2M1_MAX, E4M3_MAX, GROUP, quantize_nvfp4
 
 _LAYER = r"(?:layers|mtp)\.\d+\."
 _EXPERT = re.compile(rf"^({_LAYER}ffn\.experts\.\d+\.)(w[123])\.weight$")
-_FP8 = re.compile(rf"^{_LAYER}(?:attn\.(?:wq_a|wq_b|wkv|wo_a|wo_b)|attn\.indexer\.wq_b|ffn\.shared_experts\.w[123]|"
-                  r"[eh]_proj)\.weight$")
+_FP8 = re.compile(
+    rf"^{_LAYER}(?:attn\.(?:wq_a|wq_b|wkv|wo_a|wo_b)|attn\.indexer\.wq_b|ffn\.shared_experts\.w[123]|"
+    r"[eh]_proj)\.weight$"
+)
 _FLOAT32 = re.compile(r"(?:hc_\w+|attn_sink|\.ape|ffn\.gate\.bias)$")
 _INT64 = re.compile(r"ffn\.gate\.tid2eid$")
 _BFLOAT16 = re.compile(r"(?:^|\.)(?:embed|head|norm|\w+_norm|[eh]norm|wkv|wgate|weights_proj|gate)\.weight$")
@@ -33,15 +35,24 @@ SHARD_BYTES = 5 * 2**30
 def quantization_config(num_hidden_layers: int) -> dict:
     """The `quantization_config` of the later generation of nvidia/DeepSeek-V4-*-NVFP4: FP8 base, NVFP4 experts."""
     return {
-        "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": GROUP,
-        "config_groups": {"group_0": {
-            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP},
-            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP},
-            "targets": ["Linear"]}},
-        "quantized_layers": {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": GROUP}
-                             for i in range(num_hidden_layers)},
+        "quant_algo": "MIXED_PRECISION",
+        "moe_quant_algo": "NVFP4",
+        "group_size": GROUP,
+        "config_groups": {
+            "group_0": {
+                "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP},
+                "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP},
+                "targets": ["Linear"],
+            }
+        },
+        "quantized_layers": {
+            f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": GROUP} for i in range(num_hidden_layers)
+        },
         "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
     }
 
@@ -75,14 +86,18 @@ def nvfp4_tensors(tensors: dict[str, Tensor], input_amax: float = 2688.0) -> Ite
             raise ValueError(f"{name}: not a tensor of a DeepSeek-V4 checkpoint")
 
 
-def _expert_tensors(tensors: dict[str, Tensor], prefix: str, part: str, input_amax: float) -> Iterator[tuple[str, Tensor]]:
+def _expert_tensors(
+    tensors: dict[str, Tensor], prefix: str, part: str, input_amax: float
+) -> Iterator[tuple[str, Tensor]]:
     missing = [p for p in ("w1", "w2", "w3") if f"{prefix}{p}.weight" not in tensors]
     if missing:
         raise ValueError(f"{prefix.rstrip('.')}: lacks {', '.join(missing)}")
     value = tensors[f"{prefix}{part}.weight"]
     if value.dim() != 2 or value.shape[1] % GROUP:
-        raise ValueError(f"{prefix}{part}.weight: NVFP4 needs [out, in] with in divisible by {GROUP}, "
-                         f"found shape {tuple(value.shape)}")
+        raise ValueError(
+            f"{prefix}{part}.weight: NVFP4 needs [out, in] with in divisible by {GROUP}, "
+            f"found shape {tuple(value.shape)}"
+        )
     scale_2 = None
     if part != "w2":  # fused gate-up kernels read one scale for both
         amax = max(tensors[f"{prefix}{p}.weight"].float().abs().max() for p in ("w1", "w3"))
@@ -95,8 +110,13 @@ def _expert_tensors(tensors: dict[str, Tensor], prefix: str, part: str, input_am
     yield name + "input_scale", torch.tensor(input_amax / (E2M1_MAX * E4M3_MAX), dtype=torch.float32)
 
 
-def save_nvfp4_experts(folder: str | Path, config_json: dict, tensors: dict[str, Tensor],
-                       input_amax: float = 2688.0, shard_bytes: int = SHARD_BYTES) -> None:
+def save_nvfp4_experts(
+    folder: str | Path,
+    config_json: dict,
+    tensors: dict[str, Tensor],
+    input_amax: float = 2688.0,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write `folder` with config.json and safetensors in the experts-only NVFP4 format.
 
     tensors: native names without prefix ("layers.0.attn.wq_a.weight"), float, 2-d weights [out, in]; tid2eid integer.
@@ -104,8 +124,8 @@ def save_nvfp4_experts(folder: str | Path, config_json: dict, tensors: dict[str,
     input_amax: the activation's calibrated maximum, stored as input_scale = input_amax / 2688 (the default gives 1.0, no
     calibration); weight-only kernels do not read it.
     Files are written in a folder beside and renamed into place one by one; config.json and the index come last, so an
-    interrupted write leaves no folder that looks complete but is not. Files that are not replaced stay. Errors as nvfp4_tensors, and ValueError
-    for a config without num_hidden_layers or tensors of fewer layers.
+    interrupted write leaves no folder that looks complete but is not. Other files in the folder stay. Errors as
+    nvfp4_tensors, and ValueError for a config without num_hidden_layers or tensors of other layers.
     """
     folder = Path(folder)
     layers = config_json.get("num_hidden_layers")
@@ -123,21 +143,29 @@ def save_nvfp4_experts(folder: str | Path, config_json: dict, tensors: dict[str,
             size = 0
         shards[-1][name] = value.contiguous()
         size, total = size + bytes_, total + bytes_
-    files = ["model.safetensors"] if len(shards) == 1 else \
-        [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     folder.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
     try:
         for file, shard in zip(files, shards):
             save_file(shard, aside / file, metadata={"format": "pt"})
+            (aside / file).chmod(0o644)  # safetensors creates files that only their owner may read
         if len(shards) > 1:
-            index = {"metadata": {"total_size": total},
-                     "weight_map": {name: file for file, shard in zip(files, shards) for name in shard}}
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {name: file for file, shard in zip(files, shards) for name in shard},
+            }
             (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
             files.append("model.safetensors.index.json")
         config = {**config_json, "quantization_config": quantization_config(layers)}
         (aside / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        for stale in folder.glob("model*.safetensors*"):  # a checkpoint of another shard count must not linger beside this
+        for stale in folder.glob(
+            "model*.safetensors*"
+        ):  # a checkpoint of another shard count must not linger beside this
             if stale.name not in files:
                 stale.unlink()
         for file in [*files, "config.json"]:

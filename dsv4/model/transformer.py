@@ -5,6 +5,7 @@ by side in ascending consecutive positions, slot -1 for padding. Every length fo
 the host, so each T is one static graph.
 """
 
+import torch
 from torch import Tensor, nn
 
 from dsv4 import ops
@@ -30,9 +31,7 @@ class HyperConnection(nn.Module):
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """streams [T, N, H] -> the sublayer's input [T, H], and post [T, N], comb [T, N, N] for `ops.hc_post`."""
-        return ops.hc_pre(
-            streams, self.fn, self.base, self.scale, self.norm, self.eps, self.hc_eps, self.iterations
-        )
+        return ops.hc_pre(streams, self.fn, self.base, self.scale, self.norm, self.eps, self.hc_eps, self.iterations)
 
 
 class Block(nn.Module):
@@ -46,8 +45,33 @@ class Block(nn.Module):
         self.ffn = MoE(config, layer, source.at("ffn"))
 
     def forward(self, streams: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache) -> Tensor:
+        """streams [T, N, H] -> the same; the layer's cache advances."""
+        post, comb, *projected = self._before(streams, positions)
+        self.attn.append(projected, positions, slots, cache)
+        after = self._after(streams, post, comb, projected, tokens, positions, slots, cache)
+        self.attn.write(projected, positions, slots, cache)
+        return after
+
+    # A region is compiled once for all layers that look alike, so 61 layers do not cost 61 compilations. It may not
+    # change its inputs, which is why the cache is written between the two.
+    @torch.compiler.nested_compile_region
+    def _before(self, streams: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         x, post, comb = self.hc_attn(streams)
-        streams = ops.hc_post(self.attn(x, positions, slots, cache), streams, post, comb)
+        return post, comb, *self.attn.project(x, positions)
+
+    @torch.compiler.nested_compile_region
+    def _after(
+        self,
+        streams: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        projected: list[Tensor],
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:
+        streams = ops.hc_post(self.attn.attend(projected, positions, slots, cache), streams, post, comb)
         x, post, comb = self.hc_ffn(streams)
         return ops.hc_post(self.ffn(x, tokens, slots), streams, post, comb)
 

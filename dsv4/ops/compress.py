@@ -93,6 +93,4 @@ def compress(
     [R/2]; positions, slots int64 [T]. Changed in place: c_ring, z_ring float32 [S, rate or 2*rate, width] and
     entries [S, blocks, d], where block w = position // rate is written at the token that completes it.
     """
-    torch.ops.dsv4.compress(
-        c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps
-    )
+    torch.ops.dsv4.compress(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 
-def history(rows: Tensor, ring: Tensor, positions: Tensor, slots: Tensor, picks: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+def history(
+    rows: Tensor, ring: Tensor, positions: Tensor, slots: Tensor, picks: Tensor, depth: int
+) -> tuple[Tensor, Tensor]:
     """The `depth` tokens that end at each picked row, nearest first.
 
     rows [T, C]: this batch's values. ring [S, R, C]: earlier ones, R >= depth - 1. picks [M]: row numbers.

@@ -109,6 +109,4 @@ def sample(
     """logits float32 [B, V]; seen bool [B, V]: tokens that the penalty applies to; per row [B]: temperature, top_p
     (1 = off), min_p (0 = off), repetition_penalty (1 = off) float32, top_k (0 = off), seeds, positions int64.
     Returns the token int64 [B] and its log-probability float32 [B] under the unmodified logits."""
-    return torch.ops.dsv4.sample(
-        logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions
-    )
+    return torch.ops.dsv4.sample(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions)
