@@ -10,9 +10,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from tiny_sinkhorn import sinkhorn
+from torch import nn
 
 NEG = -1e30  # masks scores; finite, so a row without any visible entry gives no NaN
 

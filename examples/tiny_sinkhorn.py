@@ -121,12 +121,12 @@ def use_triton(x):
 @torch.library.custom_op("tiny_dsv4::sinkhorn", mutates_args=())
 def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
     """logits [4, 4, T] contiguous -> doubly stochastic [4, 4, T]; axis 0 is summed by the last step."""
-    return (forward_triton if use_triton(logits) else forward_torch)(logits, iters, eps)
+    return (forward_triton if use_triton(logits) else forward_torch)(logits.contiguous(), iters, eps)
 
 
 @torch.library.custom_op("tiny_dsv4::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: torch.Tensor, logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
-    return (backward_triton if use_triton(logits) else backward_torch)(grad.contiguous(), logits, iters, eps)
+    return (backward_triton if use_triton(logits) else backward_torch)(grad.contiguous(), logits.contiguous(), iters, eps)
 
 
 @sinkhorn.register_fake

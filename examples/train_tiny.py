@@ -17,7 +17,6 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-
 from tiny_model import TinyConfig, TinyV4, to_native
 from tiny_sinkhorn import sinkhorn
 
@@ -227,9 +226,19 @@ def train(args):
         quantised = progress >= 1 - args.quant_share
         exact = quantise_in_place(model) if quantised else None
         tick = time.time()
-        ce, index_loss, load = loss_fn(ids, target, dense)
-        ce = ce / target.numel()
-        (ce + args.index_weight * index_loss).backward()
+        try:
+            ce, index_loss, load = loss_fn(ids, target, dense)
+            ce = ce / target.numel()
+            (ce + args.index_weight * index_loss).backward()
+        except Exception as error:
+            if args.eager or not (start is None or switched):
+                raise
+            log(f"compiling failed, going on without: {type(error).__name__}: {str(error)[:2000]}")
+            args.eager, loss_fn = True, make_loss(model)
+            opt.zero_grad(set_to_none=True)
+            if exact:
+                restore(model, exact)
+            continue
         if start is None or switched:
             if cuda:
                 torch.cuda.synchronize()
@@ -392,6 +401,7 @@ def check_fake_quantisation():
 def export(args):
     """Weights of a run -> examples/tiny: NVFP4 experts, config, tokenizer and generation settings, report."""
     from safetensors.torch import load_file
+
     from dsv4.model.export import save_nvfp4_experts
     folder, tensors = HERE / "tiny", {}
     for path in sorted(pathlib.Path(args.weights).glob("weights-*.safetensors")):

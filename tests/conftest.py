@@ -23,7 +23,9 @@ def pytest_report_header(config):
 
 def pytest_configure(config):
     torch.set_grad_enabled(False)  # inference only
-    torch.set_num_threads(1)  # tensors are small: on a busy machine waiting for a second thread costs ten times the work
+    torch.set_num_threads(
+        1
+    )  # tensors are small: on a busy machine waiting for a second thread costs ten times the work
 
 
 @pytest.hookimpl(hookwrapper=True)

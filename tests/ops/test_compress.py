@@ -288,8 +288,8 @@ def test_reused_slot_equals_fresh_one(kind, draw):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_outliers_stay_finite(kind, draw):
-    """Candidates and gates of 1e4, and rows of zeros: finite entries. Gates are whole numbers, so that z + ape is exact:
-    near 1e4 a float32 has steps of 2^-10, which the softmax would show."""
+    """Candidates and gates of 1e4, and rows of zeros: finite entries. Gates are whole numbers, so that z + ape is
+    exact: near 1e4 a float32 has steps of 2^-10, which the softmax would show."""
     compressor = Compressor(draw, (260,), *KINDS[kind])
     compressor.c = [draw.normal(260, compressor.width, scale=1e4)]
     compressor.z = [draw.integers(-10000, 10001, 260, compressor.width, dtype=torch.float32)]
