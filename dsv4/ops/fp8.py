@@ -53,7 +53,7 @@ def quantize_fp8_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantised.to(torch.float8_e4m3fn), encode_e8m0(scale)
 
 
-def _linear_fake(x: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+def _linear_fake(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
     batch = x.shape[:-1] if groups == 1 else x.shape[:-2]
     return x.new_empty((*batch, weight.shape[0]))
 
