@@ -29,27 +29,34 @@ def encode_e8m0(scale: Tensor) -> Tensor:
     return (torch.frexp(scale.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def _expand(scale: Tensor, shape: torch.Size) -> Tensor:
-    """[ceil(N/128), ceil(K/128)] -> [N, K]."""
-    return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+def _blocks(weight: Tensor) -> Tensor:
+    """[N, K] -> [ceil(N/128), 128, ceil(K/128), 128], zero-padded: block (i, j) stands at [i, :, j, :]."""
+    rows, columns = weight.shape
+    if rows % BLOCK or columns % BLOCK:
+        weight = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    return weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+
+
+def _unblock(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `_blocks`."""
+    return blocks.flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
 
 
 def dequantize_fp8_block(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """float8_e4m3fn [N, K] and its scale (float8_e8m0fnu or float32, [ceil(N/128), ceil(K/128)]) -> dtype [N, K]."""
     if scale.dtype == torch.float8_e8m0fnu:
         scale = decode_e8m0(scale)
-    return (weight.float() * _expand(scale, weight.shape)).to(dtype)
+    return _unblock(_blocks(weight.float()) * scale[:, None, :, None], weight.shape).to(dtype)
 
 
 def quantize_fp8_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise [N, K] to (float8_e4m3fn [N, K], float8_e8m0fnu [ceil(N/128), ceil(K/128)]): the smallest power-of-two
     scale that keeps each block within +-448."""
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    amax = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).abs().amax((1, 3))
+    blocks = _blocks(weight.float())
+    amax = blocks.abs().amax((1, 3))
     exponent = torch.ceil(torch.log2(amax.clamp(min=1e-12) / E4M3_MAX)).clamp(-127, 127)
     scale = torch.exp2(exponent)
-    quantised = (weight.float() / _expand(scale, weight.shape)).clamp(-E4M3_MAX, E4M3_MAX)
+    quantised = _unblock((blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX), weight.shape)
     return quantised.to(torch.float8_e4m3fn), encode_e8m0(scale)
 
 
