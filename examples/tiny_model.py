@@ -1,10 +1,11 @@
 """DeepSeek-V4 as a differentiable module over whole sequences, small enough to train in minutes.
 
-The same model as dsv4/model (paper sections 2.1 to 2.4), written for training instead of decoding: no cache, attention in
-blocks of one window, every expert evaluated for every token with weight 0 where it is not selected. Sequences start at
-position 0 and their length is a multiple of the window. Parameter names are the checkpoint's, except that the routed
+The same model as dsv4/model (paper sections 2.1 to 2.4), written for training instead of decoding: no cache, attention
+in blocks of one window, every expert evaluated for every token with weight 0 where it is not selected. Sequences start
+at position 0 and their length is a multiple of the window. Parameter names are the checkpoint's, except that the routed
 experts of a layer are stacked: ffn.w13 [2, E, I, H] (gate, up) and ffn.w2 [E, H, I].
 """
+
 import dataclasses
 import math
 
@@ -19,9 +20,10 @@ NEG = -1e30  # masks scores; finite, so a row without any visible entry gives no
 @dataclasses.dataclass
 class TinyConfig:
     """Native spelling of the fields, as in the checkpoint's config.json."""
+
     vocab_size: int = 4096
     hidden_size: int = 256
-    compress_ratios: tuple = (0, 4, 128, 4, 128, 4)
+    compress_ratios: tuple = (0, 4, 128, 4, 128)
     num_attention_heads: int = 4
     head_dim: int = 512
     qk_rope_head_dim: int = 64
@@ -56,8 +58,10 @@ def inverse_frequencies(c, compressed):
     freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if not compressed:
         return freq
+
     def turns(n):
         return dim * math.log(c.rope_original / (2 * math.pi * n)) / (2 * math.log(theta))
+
     low, high = math.floor(turns(32)), math.ceil(turns(1))
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     return freq / c.rope_factor * ramp + freq * (1 - ramp)
@@ -91,10 +95,14 @@ def param(*shape, std=None, fill=0.0):
 
 class Weight(nn.Module):
     """A parameter called `<name>.weight`, as checkpoints have it; std defaults to 1/sqrt(fan_in)."""
+
     def __init__(self, *shape, std=None, fill=None):
         super().__init__()
-        self.weight = param(*shape, fill=fill) if fill is not None else \
-            param(*shape, std=shape[-1] ** -0.5 if std is None else std)
+        self.weight = (
+            param(*shape, fill=fill)
+            if fill is not None
+            else param(*shape, std=shape[-1] ** -0.5 if std is None else std)
+        )
 
     def forward(self, x):
         return linear(x, self.weight)
@@ -102,17 +110,18 @@ class Weight(nn.Module):
 
 class Compressor(nn.Module):
     """Gated pooling of r tokens (r = 4: of 8, overlapping) into one entry, section 2.3."""
+
     def __init__(self, c, ratio, dim):
         super().__init__()
         self.c, self.ratio, self.dim = c, ratio, dim
         width = 2 * dim if ratio == 4 else dim
-        self.wkv, self.wgate = Weight(width, c.hidden_size), Weight(width, c.hidden_size, std=0.3 * c.hidden_size ** -0.5)
+        self.wkv, self.wgate = Weight(width, c.hidden_size), Weight(width, c.hidden_size, std=0.3 * c.hidden_size**-0.5)
         self.ape, self.norm = param(ratio, width), Weight(dim, fill=1.0)
 
     def forward(self, x, cos, sin):
         """x [B,S,H] -> entries [B, S/r, dim], rotated at their first token's position."""
         r, d, blocks = self.ratio, self.dim, x.shape[1] // self.ratio
-        x = x[:, :blocks * r]  # an incomplete block is no entry
+        x = x[:, : blocks * r]  # an incomplete block is no entry
         kv = self.wkv(x).float().unflatten(1, (blocks, r))
         gate = self.wgate(x).float().unflatten(1, (blocks, r)) + self.ape
         if r == 4:  # first halves come from the previous block; the first block has none
@@ -120,11 +129,12 @@ class Compressor(nn.Module):
             gate = torch.cat((F.pad(gate[..., :d], (0, 0, 0, 0, 1, 0), value=NEG)[:, :-1], gate[..., d:]), 2)
         entry = (torch.softmax(gate, 2) * kv).sum(2).to(x.dtype)
         entry = rms_norm(entry, self.norm.weight, self.c.rms_norm_eps)
-        return rope(entry, cos[:blocks * r:r], sin[:blocks * r:r])
+        return rope(entry, cos[: blocks * r : r], sin[: blocks * r : r])
 
 
 class Indexer(nn.Module):
     """Scores of the CSA entries; trained only by its own loss, so its inputs are detached."""
+
     def __init__(self, c):
         super().__init__()
         self.c = c
@@ -172,7 +182,7 @@ class Attention(nn.Module):
         own = kv.unflatten(1, (blocks, w))
         near = torch.cat((F.pad(own, (0, 0, 0, 0, 1, 0))[:, :-1], own), 2)
         logits = torch.matmul(q.unflatten(1, (blocks, w)).flatten(2, 3), near.transpose(2, 3))
-        logits = logits.unflatten(2, (w, heads)).float().flatten(1, 2) * c.head_dim ** -0.5  # [B,S,A,2w]
+        logits = logits.unflatten(2, (w, heads)).float().flatten(1, 2) * c.head_dim**-0.5  # [B,S,A,2w]
         t = torch.arange(s, device=x.device)
         back = (t % w)[:, None] + w - torch.arange(2 * w, device=x.device)  # how far key j lies behind query t
         seen = (back >= 0) & (back < w) & (back <= t[:, None])
@@ -181,7 +191,10 @@ class Attention(nn.Module):
         if self.ratio:
             entries = self.compressor(x, cos, sin)
             visible = torch.arange(entries.shape[1], device=x.device) < ((t + 1) // self.ratio)[:, None]  # [S,T]
-            far = torch.matmul(q.flatten(1, 2), entries.transpose(1, 2)).unflatten(1, (s, heads)).float() * c.head_dim ** -0.5
+            far = (
+                torch.matmul(q.flatten(1, 2), entries.transpose(1, 2)).unflatten(1, (s, heads)).float()
+                * c.head_dim**-0.5
+            )
             far = torch.where(visible[:, None], far, NEG)
             if self.ratio == 4:
                 scores = torch.where(visible, self.indexer(x, qr, cos, sin), NEG)
@@ -194,9 +207,13 @@ class Attention(nn.Module):
         top = torch.maximum(logits.amax(-1, keepdim=True), sink).detach()
         e = torch.exp(logits - top)
         probs = (e / (e.sum(-1, keepdim=True) + torch.exp(sink - top))).to(x.dtype)
-        o = torch.matmul(probs[..., :2 * w].unflatten(1, (blocks, w)).flatten(2, 3), near).flatten(1, 2).unflatten(1, (s, heads))
+        o = (
+            torch.matmul(probs[..., : 2 * w].unflatten(1, (blocks, w)).flatten(2, 3), near)
+            .flatten(1, 2)
+            .unflatten(1, (s, heads))
+        )
         if self.ratio:
-            o = o + torch.matmul(probs[..., 2 * w:].flatten(1, 2), entries).unflatten(1, (s, heads))
+            o = o + torch.matmul(probs[..., 2 * w :].flatten(1, 2), entries).unflatten(1, (s, heads))
         o = rope(o, cos[:, None], -sin[:, None])
         o = o.reshape(b, s, c.o_groups, -1)
         o = torch.einsum("bsgk,grk->bsgr", o, self.wo_a.weight.to(x.dtype).unflatten(0, (c.o_groups, -1))).flatten(2)
@@ -219,21 +236,25 @@ class MoE(nn.Module):
         super().__init__()
         self.c, self.hashed = c, hashed
         e, i, h = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
-        self.gate = Weight(e, h, std=0.5 * h ** -0.5)
+        self.gate = Weight(e, h, std=0.5 * h**-0.5)
         if hashed:
             self.gate.register_buffer("tid2eid", torch.rand(c.vocab_size, e).topk(c.num_experts_per_tok).indices)
         else:
             self.gate.register_buffer("bias", torch.zeros(e))
-        self.w13 = param(2, e, i, h, std=h ** -0.5)
-        self.w2 = param(e, h, i, std=0.6 * i ** -0.5)
-        self.shared_experts = nn.ModuleDict({"w1": Weight(i, h), "w2": Weight(h, i, std=0.3 * i ** -0.5), "w3": Weight(i, h)})
+        self.w13 = param(2, e, i, h, std=h**-0.5)
+        self.w2 = param(e, h, i, std=0.6 * i**-0.5)
+        self.shared_experts = nn.ModuleDict(
+            {"w1": Weight(i, h), "w2": Weight(h, i, std=0.3 * i**-0.5), "w3": Weight(i, h)}
+        )
 
     def forward(self, x, ids):
         """x [B,S,H], ids [B,S] -> y [B,S,H], selections per expert [E]."""
         c = self.c
         score = F.linear(x.float(), self.gate.weight).float()
         score = torch.sqrt(F.softplus(score))
-        picks = self.gate.tid2eid[ids] if self.hashed else (score + self.gate.bias).topk(c.num_experts_per_tok, -1).indices
+        picks = (
+            self.gate.tid2eid[ids] if self.hashed else (score + self.gate.bias).topk(c.num_experts_per_tok, -1).indices
+        )
         chosen = torch.zeros_like(score).scatter(-1, picks, 1.0)
         weight = score * chosen
         weight = weight / (weight.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
@@ -253,7 +274,7 @@ class Layer(nn.Module):
     def __init__(self, c, index):
         super().__init__()
         n, h = c.hc_mult, c.hidden_size
-        self.c, self.compressed = c, c.compress_ratios[index] > 0
+        self.c, self.compressed = c, int(c.compress_ratios[index] > 0)
         self.attn_norm, self.ffn_norm = Weight(h, fill=1.0), Weight(h, fill=1.0)
         self.attn, self.ffn = Attention(c, c.compress_ratios[index]), MoE(c, index < c.num_hash_layers)
         for i, site in enumerate(("attn", "ffn")):
@@ -265,22 +286,25 @@ class Layer(nn.Module):
             setattr(self, f"hc_{site}_scale", param(3, fill=0.1))
 
     def mix(self, streams, site):
-        """streams [B,S,4,H] -> x [B,S,H], post [B,S,4] and comb [4,4,B,S], the hyper-connection's coefficients in fp32."""
+        """streams [B,S,4,H] -> x [B,S,H], post [B,S,4] and comb [4,4,B,S], the hyper-connection's fp32 coefficients."""
         c, n = self.c, self.c.hc_mult
         fn, base, scale = (getattr(self, f"hc_{site}_{k}") for k in ("fn", "base", "scale"))
         flat = streams.flatten(2).float()
         m = F.linear(flat, fn).float() * torch.rsqrt(flat.square().mean(-1, keepdim=True) + c.rms_norm_eps)
         pre, post, comb = m.split((n, n, n * n), -1)
         pre = torch.sigmoid(pre * scale[0] + base[:n]) + c.hc_eps
-        post = 2 * torch.sigmoid(post * scale[1] + base[n:2 * n])
-        comb = (comb * scale[2] + base[2 * n:]).unflatten(-1, (n, n)).permute(2, 3, 0, 1).flatten(2).contiguous()
+        post = 2 * torch.sigmoid(post * scale[1] + base[n : 2 * n])
+        comb = (comb * scale[2] + base[2 * n :]).unflatten(-1, (n, n)).permute(2, 3, 0, 1).flatten(2).contiguous()
         comb = sinkhorn(comb, c.hc_sinkhorn_iters, c.hc_eps).unflatten(2, streams.shape[:2])
         return (pre[..., None] * streams.float()).sum(2).to(streams.dtype), post, comb
 
     def unmix(self, y, streams, post, comb):
         """New stream k = post_k y + sum_j comb[j,k] stream_j."""
         x, n = streams.float(), self.c.hc_mult
-        out = [post[..., k, None] * y.float() + sum(comb[j, k][..., None] * x[..., j, :] for j in range(n)) for k in range(n)]
+        out = [
+            post[..., k, None] * y.float() + sum(comb[j, k][..., None] * x[..., j, :] for j in range(n))
+            for k in range(n)
+        ]
         return torch.stack(out, 2).to(streams.dtype)
 
     def forward(self, streams, ids, tables, dense):
@@ -300,7 +324,7 @@ class TinyV4(nn.Module):
         self.c = c = config or TinyConfig()
         n, h = c.hc_mult, c.hidden_size
         self.dtype = dtype
-        self.embed, self.head = Weight(c.vocab_size, h, std=0.5), Weight(c.vocab_size, h, std=0.5 * h ** -0.5)
+        self.embed, self.head = Weight(c.vocab_size, h, std=0.5), Weight(c.vocab_size, h, std=0.5 * h**-0.5)
         self.layers = nn.ModuleList(Layer(c, i) for i in range(len(c.compress_ratios)))
         self.norm = Weight(h, fill=1.0)
         self.hc_head_fn, self.hc_head_base = param(n, n * h, std=(n * h) ** -0.5), param(n)
@@ -348,19 +372,3 @@ def to_native(model, dtype=None):
     # F32 in checkpoints: hyper-connections, sinks, ape and the router bias. tid2eid is I64.
     keep = ("_fn", "_base", "_scale", "attn_sink", ".ape", ".bias", "tid2eid")
     return {k: v.contiguous() if dtype is None or k.endswith(keep) else v.to(dtype) for k, v in out.items()}
-
-
-def from_native(model, tensors):
-    """Load native-named float tensors (the inverse of to_native)."""
-    state = {}
-    for name, value in model.state_dict().items():
-        if name.endswith("ffn.w13"):
-            names = [[name.replace("w13", f"experts.{e}.{p}.weight") for e in range(value.shape[1])] for p in ("w1", "w3")]
-            state[name] = torch.stack([torch.stack([tensors[n].to(value.dtype) for n in row]) for row in names])
-        elif name.endswith("ffn.w2"):
-            state[name] = torch.stack([tensors[name.replace("w2", f"experts.{e}.w2.weight")].to(value.dtype)
-                                       for e in range(value.shape[0])])
-        else:
-            state[name] = tensors[name].to(value.dtype)
-    model.load_state_dict(state)
-    return model

@@ -96,7 +96,7 @@ def load(
 
 
 class Engine:
-    """A loaded model. Not thread-safe: one call at a time."""
+    """A loaded model. It does one thing at a time: a call while a stream is unfinished raises RuntimeError."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, load_report: LoadReport):
         self.runner, self.tokenizer, self.load_report = runner, tokenizer, load_report
@@ -117,6 +117,7 @@ class Engine:
         """Teacher-forced logits: for each prompt of token ids one float32 tensor [len, vocab]; row t is the
         distribution of the token after t."""
         ids = self._encode_all(prompts)
+        self.scheduler.check_idle()
         results = []
         for start in range(0, len(ids), self.cache.num_slots):
             wave = ids[start : start + self.cache.num_slots]
@@ -133,6 +134,7 @@ class Engine:
     def prefill(self, prompt: Prompt) -> Timing:
         """Run a prompt through the model and time it, generating nothing."""
         ids = self._encode(prompt, 0)
+        self.scheduler.check_idle()
         self.runner.synchronize()
         start = time.perf_counter()
         for chunk in chunks([(0, ids)], self.runner.prefill_sizes):

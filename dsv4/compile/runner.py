@@ -58,11 +58,12 @@ class Runner:
             self.decode()
             self.synchronize()
         self.compile_seconds = time.perf_counter() - start
-        start = time.perf_counter()
+        self.capture_seconds = 0.0
         if compile and self.device.type == "cuda":
+            start = time.perf_counter()
             self._decode = CapturedStep(self._decode)
             self.synchronize()
-        self.capture_seconds = time.perf_counter() - start
+            self.capture_seconds = time.perf_counter() - start
 
     @torch.no_grad()
     def prefill(self, chunk: Chunk) -> Tensor:

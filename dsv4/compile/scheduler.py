@@ -39,9 +39,19 @@ class Scheduler:
         self.runner = runner
         self.rows: list[Request | None] = [None] * runner.cache.num_slots
         self.in_flight: deque[_InFlight] = deque()
+        self.running = False
+
+    def check_idle(self) -> None:
+        """RuntimeError while a `run` is unfinished: its slots hold sequences that another call would overwrite."""
+        if self.running:
+            raise RuntimeError(
+                "the engine does one thing at a time, and a stream is unfinished; exhaust it or close() it first"
+            )
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, str]]:
         """Yields (request, new text) for every generated token, until all requests are finished."""
+        self.check_idle()
+        self.running = True
         waiting = deque(requests)
         lag = LAG if self.runner.device.type == "cuda" else 0
         try:
@@ -54,9 +64,10 @@ class Scheduler:
                     yield from self._collect(self.in_flight.popleft())
         finally:
             # Also when the caller stops early or an error passes through: nothing may keep running in a slot.
+            self.running = False
             self.in_flight.clear()
-            for row in range(len(self.rows)):
-                self._release(row)
+            self.rows = [None] * len(self.rows)
+            self.runner.state.slots.fill_(-1)
 
     def _admit(self, waiting: deque[Request]) -> None:
         """Give free rows to waiting requests: run all but the last prompt token, which the first decode step takes."""
@@ -79,21 +90,25 @@ class Scheduler:
 
     def _fill_row(self, row: int, request: Request) -> None:
         state, params = self.runner.state, request.params
-        ids = self.runner.to_device(request.prompt)
         stops = sorted(request.stop_ids)
-        state.tokens[row] = request.prompt[-1]
-        state.positions[row] = len(request.prompt) - 1
-        state.remaining[row] = request.max_new_tokens
-        state.stop_ids[row] = self.runner.to_device(stops + [-1] * (MAX_STOP_IDS - len(stops)))
-        state.seen[row].zero_()
-        state.seen[row].index_fill_(0, ids, True)
-        state.temperature[row] = params.temperature
-        state.top_k[row] = max(params.top_k, 0)
-        state.top_p[row] = params.top_p
-        state.min_p[row] = params.min_p
-        state.repetition_penalty[row] = params.repetition_penalty
-        state.seeds[row] = params.seed
-        state.slots[row] = row
+        state.stop_ids[row].copy_(self.runner.to_device(stops + [-1] * (MAX_STOP_IDS - len(stops))))
+        state.seen[row].zero_().index_fill_(0, self.runner.to_device(request.prompt), True)
+        values = {
+            "tokens": request.prompt[-1],
+            "positions": len(request.prompt) - 1,
+            "remaining": request.max_new_tokens,
+            # Below this a float32 softmax is the argmax, and dividing by it could overflow.
+            "temperature": params.temperature if params.temperature >= 1e-6 else 0.0,
+            "top_k": max(params.top_k, 0),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "seeds": params.seed,
+            "slots": row,
+        }
+        # fill_ launches a kernel; assigning a number with [] = would copy it from the host and wait.
+        for name, value in values.items():
+            getattr(state, name)[row].fill_(value)
 
     def _launch(self) -> None:
         runner = self.runner
@@ -127,4 +142,4 @@ class Scheduler:
     def _release(self, row: int) -> None:
         if self.rows[row] is not None:
             self.rows[row] = None
-            self.runner.state.slots[row] = -1
+            self.runner.state.slots[row].fill_(-1)

@@ -8,20 +8,129 @@ The sink is one more logit per head that takes probability and adds nothing. Sin
 turned back at the query's position.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels import build, limits
+from dsv4.ops.kernels.checks import require, require_tensors
 from dsv4.ops.rope import rope_angles, rotate
 from dsv4.ops.rows import history
 
 TILE = 64  # tokens attended at a time, to bound the gathered keys
 
 
+class Shape(NamedTuple):
+    """How the kernel divides its work, see kernels/attend.cu. A block has 16 * mh * wh heads and wh * wd + 4 warps."""
+
+    dim: int
+    mh: int  # tiles of 16 heads a warp
+    wh: int  # warps over heads
+    wd: int  # warps over dim
+    kt: int  # keys a tile
+    stages: int  # tiles in flight
+    cluster: int  # blocks that share the keys of a token
+
+    @property
+    def heads(self) -> int:
+        return 16 * self.mh * self.wh
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory; the kernel asserts that they suffice."""
+        heads, row = self.heads, 2 * self.dim + 16
+        keys = max((heads + self.stages * self.kt) * row, heads * (self.dim + 8) * 4)
+        sums = self.wd * heads * (self.kt + 8) * 4 + heads * (self.kt + 8) * 2
+        small = heads * 8 + self.cluster * heads * 8 + self.dim * 4 + 32 * self.kt + self.stages * 32 + 8
+        return -(-(keys + sums + small) // 128) * 128
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        names = ("DIM", "MH", "WH", "WD", "KT", "STAGES", "CLUSTER")
+        return (*(f"{name}={value}" for name, value in zip(names, self, strict=True)), f"SHARED={self.shared}")
+
+
+def shape_for(tokens: int, heads: int, dim: int) -> Shape:
+    """The division for a batch: enough blocks to fill the GPU when there are few tokens, fewer reads of each key when
+    there are many. ValueError if the kernel cannot take `dim`."""
+    require("attend", dim % 16 == 0 and 16 <= dim <= 512, f"head dim {dim}, the kernel takes multiples of 16 up to 512")
+    wd = next(n for n in (8, 4, 2, 1) if dim % (16 * n) == 0)
+    work = tokens * -(-heads // 16)
+    cluster = 16 if work <= 8 else 8 if work <= 32 else 4 if work <= 128 else 2 if work <= 512 else 1
+    return Shape(dim, 1, 1, wd, 64, 2, cluster)
+
+
+def attend_cuda(
+    q,
+    kv,
+    ring,
+    entries,
+    indices,
+    sinks,
+    inv_freq,
+    positions,
+    slots,
+    rate,
+    shape: Shape | None = None,
+    pdl: bool = False,
+):
+    """The kernel for bfloat16. float32 runs the reference: it is the precision of the oracle, not of inference."""
+    if q.dtype == torch.float32:
+        return attend_ref(q, kv, ring, entries, indices, sinks, inv_freq, positions, slots, rate)
+    q, kv = q.contiguous(), kv.contiguous()
+    require_tensors("attend", torch.bfloat16, q=q, kv=kv, ring=ring)
+    if entries is not None:
+        require_tensors("attend", torch.bfloat16, entries=entries)
+    if indices is not None:
+        indices = indices.contiguous()
+        require_tensors("attend", torch.int32, indices=indices)
+    tokens, heads, dim = q.shape
+    if shape is None:
+        shape = shape_for(tokens, heads, dim)
+    widths = [kv.shape[1], ring.shape[2]] + ([entries.shape[2]] if entries is not None else [])
+    require("attend", all(width == dim for width in widths), f"widths of keys {widths}, those of q are {dim}")
+    require("attend", sinks.shape == (heads,), f"sinks {tuple(sinks.shape)} for {heads} heads")
+    require("attend", 2 * inv_freq.shape[0] <= dim, f"{inv_freq.shape[0]} rope frequencies for head dim {dim}")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return out
+    require_tensors("attend", torch.float32, sinks=sinks, inv_freq=inv_freq)
+    require_tensors("attend", torch.int64, positions=positions, slots=slots)
+    kernel = limits.raised(build.kernel("attend.cu", "attend", *shape.defines), shape.shared, shape.cluster)
+    kernel(
+        tokens * -(-heads // shape.heads),
+        32 * (shape.wh * shape.wd + 4),
+        q,
+        kv,
+        ring,
+        entries,
+        indices,
+        sinks,
+        inv_freq,
+        positions,
+        slots,
+        out,
+        heads,
+        ring.shape[1],
+        entries.shape[1] if entries is not None else 0,
+        indices.shape[1] if indices is not None else 0,
+        rate,
+        inv_freq.shape[0],
+        dim**-0.5 * 1.4426950408889634,  # the softmax is in powers of two
+        shared=shape.shared,
+        cluster=shape.cluster,
+        pdl=pdl,
+    )
+    return out
+
+
 @op(
     "attend(Tensor q, Tensor kv, Tensor ring, Tensor? entries, Tensor? indices, Tensor sinks, Tensor inv_freq, "
     "Tensor positions, Tensor slots, int rate) -> Tensor",
     fake=lambda q, kv, ring, entries, indices, sinks, inv_freq, positions, slots, rate: q.new_empty(q.shape),
+    cuda=attend_cuda,
 )
 def attend_ref(
     q: Tensor,

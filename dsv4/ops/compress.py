@@ -9,14 +9,20 @@ missing slots weigh nothing. A block is never pooled early; what is open stays i
 
 Because ring rows are found by position, and only positions from 0 to the current one are read, a slot that is used
 again needs no clearing.
+
+On CUDA bf16 entries run kernels/compress.cu; float32 entries, the oracle's precision, run the reference.
 """
 
 import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels.build import kernel
+from dsv4.ops.kernels.checks import require, require_tensors
 from dsv4.ops.rope import rms_norm, rope_angles, rotate
 from dsv4.ops.rows import history, write_ring_, write_rows_
+
+_THREADS = 512  # of a block, as far as there are rows to pool
 
 SCHEMA = (
     "compress(Tensor c, Tensor z, Tensor ape, Tensor norm_weight, Tensor inv_freq, Tensor positions, Tensor slots, "
@@ -28,7 +34,31 @@ def _fake(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, en
     return None
 
 
-@op(SCHEMA, fake=_fake)
+def _cuda(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps):
+    if entries.dtype == torch.float32:
+        return compress_ref(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps)
+    (tokens, width), (_, capacity, dim) = c.shape, entries.shape
+    c, z, overlap, rope = c.contiguous(), z.contiguous(), width == 2 * dim, 2 * inv_freq.shape[0]
+    depth = 2 * rate if overlap else rate
+    require_tensors("compress", torch.bfloat16, entries=entries)
+    weights = {"ape": ape, "norm_weight": norm_weight, "inv_freq": inv_freq}
+    require_tensors("compress", torch.float32, c=c, z=z, c_ring=c_ring, z_ring=z_ring, **weights)
+    require_tensors("compress", torch.int64, positions=positions, slots=slots)
+    require("compress", dim % 4 == 0 and dim <= 2048, f"entries must be a multiple of 4 up to 2048 wide, found {dim}")
+    require("compress", width in (dim, 2 * dim), f"c must be {dim} or {2 * dim} wide, found {width}")
+    shape = (entries.shape[0], depth, width)
+    for name, ring in (("c_ring", c_ring), ("z_ring", z_ring)):
+        require("compress", ring.shape == shape, f"{name} must be {shape}, found {tuple(ring.shape)}")
+    if tokens:
+        quads = dim // 4
+        threads = max(64, 32 * -(-quads * min(depth, max(1, _THREADS // quads)) // 32))
+        sizes = f"DIM={dim}", f"OVERLAP={int(overlap)}", f"RATE={rate}", f"ROPE={rope}", f"THREADS={threads}"
+        state = c_ring, z_ring, entries, tokens, capacity, eps
+        launch = kernel("compress.cu", "compress", *sizes)
+        launch(tokens, threads, c, z, ape, norm_weight, inv_freq, positions, slots, *state)
+
+
+@op(SCHEMA, fake=_fake, cuda=_cuda)
 def compress_ref(
     c: Tensor,
     z: Tensor,

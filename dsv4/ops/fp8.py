@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels import stream
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -65,7 +66,40 @@ def _linear_fake(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> T
     return x.new_empty((*batch, weight.shape[0]))
 
 
-@op("linear_fp8_block(Tensor x, Tensor weight, Tensor scale, int groups=1) -> Tensor", fake=_linear_fake)
+def _linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
+    """bf16: the streaming kernel up to 64 tokens, else the weight in bf16 and a matmul. float32: the reference, the
+    oracle's precision."""
+    if x.dtype == torch.float32:
+        return linear_fp8_block_ref(x, weight, scale, groups)
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"linear_fp8_block: x has dtype {x.dtype}, expected bfloat16 or float32")
+    n, k = weight.shape[0], x.shape[-1]
+    form = stream.FORMATS[stream.FP8]
+    form.check(k, "linear_fp8_block")
+    if n % groups or (groups > 1 and x.shape[-2] != groups):
+        raise ValueError(f"linear_fp8_block: {groups} groups do not fit x {tuple(x.shape)} and {n} rows")
+    blocks = -(-n // BLOCK), -(-k // BLOCK)
+    stream.check_weight("linear_fp8_block weight", weight, torch.float8_e4m3fn, (n, k), x.device)
+    stream.check_weight("linear_fp8_block scale", scale, torch.float32, blocks, x.device)
+    rows = stream.rows_of(x, groups * k)
+    shape = (*(x.shape[:-1] if groups == 1 else x.shape[:-2]), n)
+    if len(rows) <= stream.MAX_TOKENS:
+        y = torch.empty((len(rows), n), dtype=x.dtype, device=x.device)
+        if len(rows):
+            stream.run_linear(stream.FP8, rows, weight, scale, None, y, groups)
+        return y.view(shape)
+    plain = stream.dequantize(stream.FP8, weight, scale, n, k)
+    if groups == 1:
+        return (rows @ plain.T).view(shape)
+    y = torch.bmm(rows.view(-1, groups, k).transpose(0, 1), plain.view(groups, n // groups, k).transpose(1, 2))
+    return y.transpose(0, 1).reshape(shape)
+
+
+@op(
+    "linear_fp8_block(Tensor x, Tensor weight, Tensor scale, int groups=1) -> Tensor",
+    fake=_linear_fake,
+    cuda=_linear_cuda,
+)
 def linear_fp8_block_ref(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
     """y = x W^T in float32, rounded once; with groups, y[g] = x[g] W[g]^T and the y[g] stand side by side."""
     weight = dequantize_fp8_block(weight, scale)

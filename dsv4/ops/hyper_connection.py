@@ -7,13 +7,21 @@ The residual is N streams X [N, H] a token. Before a sublayer they collapse into
     comb = Sinkhorn(softmax(m scale_2 + base) + eps)  ends on a column step, so columns sum to 1
     X'_k = post_k y + sum_j comb[j, k] X_j            comb enters transposed
 All of it in float32 with one rounding at the end, as the official code does.
+
+On CUDA bf16 streams run kernels/hyper_connection.cu; float32 streams, the oracle's precision, run the references.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels.build import kernel
+from dsv4.ops.kernels.checks import require, require_tensors
 from dsv4.ops.rope import rms_norm
+
+_POST_THREADS = 64
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -24,6 +32,91 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
         comb = comb / (comb.sum(-1, keepdim=True) + eps)
         comb = comb / (comb.sum(-2, keepdim=True) + eps)
     return comb
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How hc_collapse is spread: warps a block, rows of fn a warp, tokens a block, blocks across the columns."""
+
+    warps: int
+    rows: int
+    tokens: int
+    parts: int
+
+    @staticmethod
+    def of(tokens: int, rows: int, columns: int) -> "Plan":
+        """As measured best on an H200; `rows` of fn, `columns` = N * H."""
+        group = 1 if tokens <= 4 else 2 if tokens <= 16 else 4 if tokens <= 64 else 8
+        a_warp = -(-rows // 8)
+        return Plan.spread(8, a_warp, group, tokens, rows, columns, 256)
+
+    @staticmethod
+    def spread(warps: int, a_warp: int, group: int, tokens: int, rows: int, columns: int, blocks: int) -> "Plan":
+        """At most about `blocks` blocks, and no more than there are steps of 128 columns."""
+        groups, side_by_side = -(-tokens // group), warps // -(-rows // a_warp)
+        parts = min(-(-columns // 128 // side_by_side), max(1, blocks // groups))
+        return Plan(warps, a_warp, group, parts if groups <= 1024 else 1)
+
+
+def _collapse(
+    op_name, streams, fn, base, scale, norm_weight, eps, hc_eps, iterations=0, post=None, comb=None, plan=None
+):
+    """Launch hc_collapse: with post and comb hc_pre, without them hc_head. Returns x."""
+    tokens, n, hidden = streams.shape
+    streams = streams.contiguous()
+    require_tensors(op_name, torch.bfloat16, streams=streams)
+    require_tensors(op_name, torch.float32, fn=fn, base=base, scale=scale, norm_weight=norm_weight)
+    require(op_name, hidden % 8 == 0, f"hidden must be a multiple of 8, found {hidden}")
+    require(op_name, 1 <= n <= 4, f"1 to 4 streams, found {n}")
+    rows = n if post is None else 2 * n + n * n
+    require(op_name, fn.shape == (rows, n * hidden), f"fn must be {(rows, n * hidden)}, found {tuple(fn.shape)}")
+    x = streams.new_empty((tokens, hidden))
+    if tokens == 0:
+        return x
+    plan = plan or Plan.of(tokens, rows, n * hidden)
+    groups, side_by_side = -(-tokens // plan.tokens), plan.warps // -(-rows // plan.rows)
+    partial = fn.new_empty((groups, plan.tokens, rows + 1, plan.parts * side_by_side))
+    defines = (f"HEAD={int(post is None)}", f"N={n}", f"H={hidden}", f"WARPS={plan.warps}", f"RPW={plan.rows}")
+    launch = kernel("hyper_connection.cu", "hc_collapse", *defines, f"TT={plan.tokens}")
+    threads = 32 * (plan.warps + (post is not None))
+    constants = fn, base, scale, norm_weight, eps, hc_eps, iterations
+    launch((plan.parts, groups), threads, streams, *constants, tokens, partial, x, post, comb)
+    return x
+
+
+def _hc_pre_cuda(streams, fn, base, scale, norm_weight, eps, hc_eps, iterations):
+    if streams.dtype == torch.float32:
+        return hc_pre_ref(streams, fn, base, scale, norm_weight, eps, hc_eps, iterations)
+    tokens, n, _ = streams.shape
+    post, comb = fn.new_empty((tokens, n)), fn.new_empty((tokens, n, n))
+    x = _collapse("hc_pre", streams, fn, base, scale, norm_weight, eps, hc_eps, iterations, post, comb)
+    return x, post, comb
+
+
+def _hc_head_cuda(streams, fn, base, scale, norm_weight, eps, hc_eps):
+    if streams.dtype == torch.float32:
+        return hc_head_ref(streams, fn, base, scale, norm_weight, eps, hc_eps)
+    return _collapse("hc_head", streams, fn, base, scale, norm_weight, eps, hc_eps)
+
+
+def _hc_post_cuda(y, streams, post, comb):
+    if streams.dtype == torch.float32:
+        return hc_post_ref(y, streams, post, comb)
+    tokens, n, hidden = streams.shape
+    y, streams = y.contiguous(), streams.contiguous()
+    require_tensors("hc_post", torch.bfloat16, streams=streams)
+    require_tensors("hc_post", torch.float32, post=post, comb=comb)
+    require("hc_post", y.dtype in (torch.bfloat16, torch.float32), f"y must be bf16 or float32, found {y.dtype}")
+    require_tensors("hc_post", y.dtype, y=y)
+    require("hc_post", hidden % 8 == 0, f"hidden must be a multiple of 8, found {hidden}")
+    require("hc_post", 1 <= n <= 4, f"1 to 4 streams, found {n}")
+    out = torch.empty_like(streams)
+    if tokens:
+        launch = kernel(
+            "hyper_connection.cu", "hc_post", f"N={n}", f"H={hidden}", f"Y_FLOAT={int(y.dtype == torch.float32)}"
+        )
+        launch((-(-hidden // 8 // _POST_THREADS), tokens), _POST_THREADS, y, streams, post, comb, out)
+    return out
 
 
 def _projection(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
@@ -43,6 +136,7 @@ def _pre_fake(streams, fn, base, scale, norm_weight, eps, hc_eps, iterations):
     "hc_pre(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float eps, float hc_eps, "
     "int iterations) -> (Tensor, Tensor, Tensor)",
     fake=_pre_fake,
+    cuda=_hc_pre_cuda,
 )
 def hc_pre_ref(
     streams: Tensor,
@@ -82,6 +176,7 @@ def hc_pre(
 @op(
     "hc_post(Tensor y, Tensor streams, Tensor post, Tensor comb) -> Tensor",
     fake=lambda y, streams, post, comb: streams.new_empty(streams.shape),
+    cuda=_hc_post_cuda,
 )
 def hc_post_ref(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """X' = post (x) y + comb^T X."""
@@ -99,6 +194,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     fake=lambda streams, fn, base, scale, norm_weight, eps, hc_eps: streams.new_empty(
         (streams.shape[0], streams.shape[2])
     ),
+    cuda=_hc_head_cuda,
 )
 def hc_head_ref(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, eps: float, hc_eps: float

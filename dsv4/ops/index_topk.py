@@ -5,10 +5,14 @@ and the top k of them. ReLU comes before the weight, the weight is signed, and o
 Ties go to the lowest block. What is not visible is -1.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels import build, limits
+from dsv4.ops.kernels.checks import require, require_tensors
 
 TILE = 64  # tokens scored at a time, to bound the gathered keys
 
@@ -17,9 +21,104 @@ def _fake(q, weights, keys, positions, slots, rate, topk):
     return q.new_empty((q.shape[0], min(topk, keys.shape[1])), dtype=torch.int32)
 
 
+LOCAL = 8192  # up to this many visible blocks the cluster that selects them also scores them
+SCORES = 2**26  # scores kept at a time, when they are kept
+WARPS, SCORE_WARPS = 16, 8  # of a block of index_select and index_score
+
+
+class Shape(NamedTuple):
+    """How the kernels divide their work, see kernels/index.cu."""
+
+    heads: int
+    dim: int
+    topk: int
+    split: int  # warps that share the heads of a key
+    cluster: int  # blocks of the GPU that share a token
+    capacity: int  # index blocks that a sequence can have
+
+    @property
+    def slice(self) -> int:
+        return -(-self.capacity // (16 * self.cluster)) * 16
+
+    @property
+    def local(self) -> int:
+        return min(LOCAL, self.capacity)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory; the kernel asserts that they suffice."""
+        handed_on = self.cluster * min(self.slice, self.topk) * 8 if self.cluster > 1 else 0
+        return 10464 + 4 * self.slice + handed_on + self.split * (-(-self.local // self.cluster) + 16) * 4 + 16
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        values = {"HEADS": self.heads, "D": self.dim, "TOPK": self.topk, "SPLIT": self.split, "CLUSTER": self.cluster}
+        values |= {"SLICE": self.slice, "LOCAL": self.local, "SHARED": self.shared}
+        return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def shape_for(tokens: int, heads: int, dim: int, capacity: int, topk: int) -> Shape:
+    """The division for a batch; ValueError if the kernels cannot take these widths."""
+    what = "index_topk"
+    require(what, dim % 32 == 0 and 32 <= dim <= 128, f"head dim {dim}, the kernel takes multiples of 32 up to 128")
+    require(what, heads <= 64, f"{heads} heads, the kernel takes at most 64")
+    split = 4 if heads > 16 else 2 if heads > 8 else 1
+    wanted = 16 if tokens <= 8 else 8 if tokens <= 16 else 4 if tokens <= 64 else 2
+    for cluster in (2, 4, 8, 16):
+        shape = Shape(heads, dim, topk, split, cluster, capacity)
+        if cluster >= wanted and shape.shared <= limits.SHARED_BYTES:
+            return shape
+    raise ValueError(f"index_topk: {capacity} blocks with topk {topk} need more shared memory than a block can have")
+
+
+def index_topk_cuda(q, weights, keys, positions, slots, rate, topk, shape: Shape | None = None, pdl: bool = False):
+    """The kernel for bfloat16. float32 runs the reference: it is the precision of the oracle, not of inference."""
+    if q.dtype == torch.float32:
+        return index_topk_ref(q, weights, keys, positions, slots, rate, topk)
+    q, weights = q.contiguous(), weights.contiguous()
+    require_tensors("index_topk", torch.bfloat16, q=q, keys=keys)
+    require_tensors("index_topk", torch.float32, weights=weights)
+    require_tensors("index_topk", torch.int64, positions=positions, slots=slots)
+    (tokens, heads, dim), capacity = q.shape, keys.shape[1]
+    topk = min(topk, capacity)
+    picks = torch.empty((tokens, topk), dtype=torch.int32, device=q.device)
+    require("index_topk", keys.shape[2] == dim, f"width of keys {keys.shape[2]}, that of q is {dim}")
+    if picks.numel() == 0:
+        return picks
+    if shape is None:
+        shape = shape_for(tokens, heads, dim, capacity, topk)
+    select = limits.raised(build.kernel("index.cu", "index_select", *shape.defines), shape.shared, shape.cluster)
+    step = tokens if capacity <= shape.local else max(1, SCORES // capacity)
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        count = rows.stop - start
+        batch = (q[rows], weights[rows], keys, positions[rows], slots[rows])
+        scores = None
+        if capacity > shape.local:
+            scores = torch.empty((count, capacity), dtype=torch.int32, device=q.device)
+            across = min(-(-capacity // (32 * SCORE_WARPS)), max(1, 264 // count))
+            build.kernel("index.cu", "index_score", *shape.defines)(
+                (across, count), 32 * SCORE_WARPS, *batch, scores, rate, capacity, pdl=pdl
+            )
+        select(
+            count,
+            32 * WARPS,
+            *batch,
+            scores,
+            picks[rows],
+            rate,
+            capacity,
+            shared=shape.shared,
+            cluster=shape.cluster,
+            pdl=pdl,
+        )
+    return picks
+
+
 @op(
     "index_topk(Tensor q, Tensor weights, Tensor keys, Tensor positions, Tensor slots, int rate, int topk) -> Tensor",
     fake=_fake,
+    cuda=index_topk_cuda,
 )
 def index_topk_ref(
     q: Tensor, weights: Tensor, keys: Tensor, positions: Tensor, slots: Tensor, rate: int, topk: int

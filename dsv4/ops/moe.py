@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels.moe import Weights, run_experts
 from dsv4.ops.nvfp4 import dequantize_nvfp4
 
 
@@ -48,9 +49,17 @@ def _fake(x: Tensor, *_) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
+def _moe_cuda(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
+    """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
+    if x.dtype == torch.float32:
+        return moe_ref(x, experts, weights, gate_up, down, limit)
+    return run_experts("moe", x, experts, weights, Weights(gate_up), Weights(down), limit)
+
+
 @op(
     "moe(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, float limit) -> Tensor",
     fake=_fake,
+    cuda=_moe_cuda,
 )
 def moe_ref(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
     """Plain expert weights."""
@@ -63,10 +72,30 @@ def moe(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     return torch.ops.dsv4.moe(x, experts, weights, gate_up, down, limit)
 
 
+def _moe_nvfp4_cuda(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_scale_2: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_scale_2: Tensor,
+    limit: float,
+) -> Tensor:
+    """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
+    up, down = Weights(gate_up, gate_up_scale, gate_up_scale_2), Weights(down, down_scale, down_scale_2)
+    if x.dtype == torch.float32:
+        return moe_nvfp4_ref(x, experts, weights, *up, *down, limit)
+    return run_experts("moe_nvfp4", x, experts, weights, up, down, limit)
+
+
 @op(
     "moe_nvfp4(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor gate_up_scale_2, "
     "Tensor down, Tensor down_scale, Tensor down_scale_2, float limit) -> Tensor",
     fake=_fake,
+    cuda=_moe_nvfp4_cuda,
 )
 def moe_nvfp4_ref(
     x: Tensor,

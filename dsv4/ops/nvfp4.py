@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels import stream
 
 GROUP = 16
 E2M1_MAX = 6.0
@@ -78,7 +79,35 @@ def _linear_fake(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> T
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@op("linear_nvfp4(Tensor x, Tensor weight, Tensor scale, Tensor scale_2) -> Tensor", fake=_linear_fake)
+def _linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
+    """bf16: the streaming kernel up to 64 tokens, else the weight in bf16 and a matmul. float32: the reference, the
+    oracle's precision."""
+    if x.dtype == torch.float32:
+        return linear_nvfp4_ref(x, weight, scale, scale_2)
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"linear_nvfp4: x has dtype {x.dtype}, expected bfloat16 or float32")
+    n, k = weight.shape[0], x.shape[-1]
+    stream.FORMATS[stream.FP4].check(k, "linear_nvfp4")
+    stream.check_weight("linear_nvfp4 weight", weight, torch.uint8, (n, k // 2), x.device)
+    stream.check_weight("linear_nvfp4 scale", scale, torch.float8_e4m3fn, (n, k // GROUP), x.device)
+    if scale_2.dtype != torch.float32 or scale_2.numel() != 1 or scale_2.device != x.device:
+        raise ValueError(f"linear_nvfp4 scale_2: found {scale_2.dtype} {tuple(scale_2.shape)} on {scale_2.device}")
+    rows = stream.rows_of(x, k)
+    if len(rows) <= stream.MAX_TOKENS:
+        y = torch.empty((len(rows), n), dtype=x.dtype, device=x.device)
+        if len(rows):
+            stream.run_linear(stream.FP4, rows, weight, scale, scale_2, y)
+    else:
+        plain = stream.dequantize(stream.FP4, weight, scale, n, k)
+        y = (torch.mm(rows, plain.T, out_dtype=torch.float32) * scale_2).to(x.dtype)
+    return y.view(*x.shape[:-1], n)
+
+
+@op(
+    "linear_nvfp4(Tensor x, Tensor weight, Tensor scale, Tensor scale_2) -> Tensor",
+    fake=_linear_fake,
+    cuda=_linear_cuda,
+)
 def linear_nvfp4_ref(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
     """y = x W^T in float32, rounded once to x's dtype."""
     return torch.nn.functional.linear(x.float(), dequantize_nvfp4(weight, scale, scale_2)).to(x.dtype)

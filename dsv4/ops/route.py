@@ -4,12 +4,16 @@
     top-k layers:  the k experts with the largest s + bias (the bias selects only); hash layers: tid2eid[token]
     weight_e = scale * s_e / sum of s over the picked
 Tokens without a slot get expert -1, which `moe` reads as none, so padding costs no expert weights.
+
+On CUDA bf16 activations run kernels/route.cu; float32 ones, the oracle's precision, run the references.
 """
 
 import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels.build import kernel
+from dsv4.ops.kernels.checks import require, require_tensors
 
 
 def _weights(scores: Tensor, experts: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -27,9 +31,69 @@ def _outputs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return x.new_empty((x.shape[0], k), dtype=torch.int32), x.new_empty((x.shape[0], k), dtype=torch.float32)
 
 
+_GROUP = 8  # tokens whose selection one block does
+_SETS = 2  # experts a block
+_SMALL = 64  # tokens up to which the gate is read by route_topk, beyond by a matrix product
+
+
+def _defines(op_name: str, x: Tensor, gate: Tensor, slots: Tensor, k: int) -> tuple[str, ...]:
+    hidden, experts = x.shape[1], gate.shape[0]
+    require_tensors(op_name, torch.bfloat16, x=x)
+    require(op_name, gate.dtype in (torch.bfloat16, torch.float32), f"gate must be bf16 or float32, found {gate.dtype}")
+    require_tensors(op_name, gate.dtype, gate=gate)
+    require_tensors(op_name, torch.int64, slots=slots)
+    require(op_name, hidden % 8 == 0 and hidden <= 16384, f"hidden must be a multiple of 8 up to 16384, found {hidden}")
+    require(op_name, gate.shape[1] == hidden, f"gate must be {hidden} wide, found {gate.shape[1]}")
+    require(op_name, experts <= 1024, f"at most 1024 experts, found {experts}")
+    require(op_name, 1 <= k <= min(8, experts), f"1 to {min(8, experts)} experts a token, found {k}")
+    return f"H={hidden}", f"E={experts}", f"TOP={k}", f"GATE_FLOAT={int(gate.dtype == torch.float32)}"
+
+
+def _split(hidden: int) -> int:
+    """Warps that share a row: at least one step of 256 channels each."""
+    return max(1, min(4, hidden // 256))
+
+
+def _route_topk_cuda(x, gate, bias, slots, k, scale):
+    if x.dtype == torch.float32:
+        return route_topk_ref(x, gate, bias, slots, k, scale)
+    x, tokens, count = x.contiguous(), x.shape[0], gate.shape[0]
+    defines = *_defines("route_topk", x, gate, slots, k), f"SPLIT={_split(x.shape[1])}", f"SETS={_SETS}"
+    require_tensors("route_topk", torch.float32, bias=bias)
+    experts, weights = _outputs(x, k)
+    if tokens > _SMALL:
+        if gate.dtype == torch.bfloat16:
+            logits = torch.mm(x, gate.t(), out_dtype=torch.float32)
+        else:
+            logits = torch.mm(x.float(), gate.t())
+        launch = kernel("route.cu", "route_select", *defines)
+        launch(-(-tokens // 4), 128, logits, bias, slots, tokens, scale, experts, weights)
+    elif tokens:
+        logits = bias.new_empty((tokens, count))
+        grid = -(-count // _SETS), -(-tokens // _GROUP)
+        threads = 32 * _SETS * _split(x.shape[1])
+        launch = kernel("route.cu", "route_topk", *defines)
+        launch(grid, threads, x, gate, bias, slots, tokens, _GROUP, scale, logits, experts, weights)
+    return experts, weights
+
+
+def _route_hash_cuda(x, gate, tid2eid, tokens, slots, scale):
+    if x.dtype == torch.float32:
+        return route_hash_ref(x, gate, tid2eid, tokens, slots, scale)
+    x, k, split = x.contiguous(), tid2eid.shape[1], _split(x.shape[1])
+    defines = *_defines("route_hash", x, gate, slots, k), f"SPLIT={split}", f"SETS={k}", "HASH=1"
+    require_tensors("route_hash", torch.int64, tid2eid=tid2eid, tokens=tokens)
+    experts, weights = _outputs(x, k)
+    if x.shape[0]:
+        launch = kernel("route.cu", "route_hash", *defines)
+        launch(x.shape[0], 32 * k * split, x, gate, tid2eid, tokens, slots, scale, experts, weights)
+    return experts, weights
+
+
 @op(
     "route_topk(Tensor x, Tensor gate, Tensor bias, Tensor slots, int k, float scale) -> (Tensor, Tensor)",
     fake=lambda x, gate, bias, slots, k, scale: _outputs(x, k),
+    cuda=_route_topk_cuda,
 )
 def route_topk_ref(x: Tensor, gate: Tensor, bias: Tensor, slots: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """The equations above; equal scores pick the lower expert."""
@@ -46,6 +110,7 @@ def route_topk(x: Tensor, gate: Tensor, bias: Tensor, slots: Tensor, k: int, sca
 @op(
     "route_hash(Tensor x, Tensor gate, Tensor tid2eid, Tensor tokens, Tensor slots, float scale) -> (Tensor, Tensor)",
     fake=lambda x, gate, tid2eid, tokens, slots, scale: _outputs(x, tid2eid.shape[1]),
+    cuda=_route_hash_cuda,
 )
 def route_hash_ref(
     x: Tensor, gate: Tensor, tid2eid: Tensor, tokens: Tensor, slots: Tensor, scale: float

@@ -4,12 +4,16 @@ Order, as users of transformers know it: repetition penalty, temperature, top-k,
 Temperature 0 takes the largest (penalised) logit. The draw is argmax(logit / T + Gumbel noise) with noise from
 Philox4x32-10, a counter-based generator: its key is the row's seed, its counter the token's position and the vocabulary
 index, so a result depends neither on the batch around it nor on earlier draws.
+
+On CUDA kernels/sample.cu does it in one launch, for float32 and bf16 logits.
 """
 
 import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.kernels.build import kernel
+from dsv4.ops.kernels.checks import require, require_tensors
 
 _MASK = 0xFFFFFFFF
 
@@ -71,7 +75,31 @@ def _fake(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, se
     return logits.new_empty(batch, dtype=torch.int64), logits.new_empty(batch, dtype=torch.float32)
 
 
-@op(SCHEMA, fake=_fake)
+def _cuda(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions):
+    rows, vocab = logits.shape
+    logits = logits.contiguous()
+    floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    require("sample", logits.dtype in (torch.float32, torch.bfloat16), f"logits of {logits.dtype} are not supported")
+    require_tensors("sample", logits.dtype, logits=logits)
+    require_tensors("sample", torch.bool, seen=seen)
+    require_tensors("sample", torch.float32, **floats)
+    require_tensors("sample", torch.int64, top_k=top_k, seeds=seeds, positions=positions)
+    require("sample", 1 <= vocab <= 262144, f"a vocabulary of 1 to 262144 tokens, found {vocab}")
+    token, logprob = _fake(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions)
+    if rows:
+        quads = -(-vocab // 4)
+        threads = 256 if quads <= 1024 else 512
+        cluster = min(8, 1 << (-(-quads // threads) - 1).bit_length())
+        scaled = seeds.new_empty((rows, quads, 4), dtype=torch.float32)
+        is_float = int(logits.dtype == torch.float32)
+        defines = f"V={vocab}", f"THREADS={threads}", f"CLUSTER={cluster}", f"FLOAT_LOGITS={is_float}"
+        columns = temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions
+        launch = kernel("sample.cu", "sample", *defines)
+        launch(rows, threads, logits, seen, *columns, scaled, token, logprob, cluster=cluster if cluster > 1 else None)
+    return token, logprob
+
+
+@op(SCHEMA, fake=_fake, cuda=_cuda)
 def sample_ref(
     logits: Tensor,
     seen: Tensor,

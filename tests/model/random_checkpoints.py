@@ -4,18 +4,22 @@
     wide   3 layers: sliding with hash routing, CSA, HCA; the released head sizes: head_dim 512 with 64 rope dims, index
            heads of 128, window 128
     pro    5 layers in Pro's order: HCA, HCA, CSA, HCA, CSA; the first three hashed; 4 output groups
+    small  the first 2 layers of a model like tiny, where compiling costs time
 
 Weights are the same in every run; tokens are not (`clear_tokens`). Everything is built once a session and kept.
 """
 
 import atexit
 import functools
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4IndexerScorer, DeepseekV4TopKRouter
 
@@ -24,12 +28,19 @@ from dsv4.compile.engine import Engine
 from dsv4.model.cache import Cache
 from dsv4.model.checkpoint import load_folder
 from dsv4.model.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.model.export import save_nvfp4_experts
+from dsv4.model.linear import PlainExperts, PlainLinear
+from dsv4.model.names import HF_ORIGINAL
+from dsv4.model.source import Source
 from dsv4.model.transformer import Transformer
+from dsv4.ops.fp8 import decode_e8m0, dequantize_fp8_block
+from dsv4.ops.nvfp4 import dequantize_nvfp4
+from dsv4.ops.sample import gumbel_noise
 from tests.model import test_tokenizer
 from tests.ops.cases import Draw
 
 NAMES = ("tiny", "wide", "pro")
-VOCAB = {"tiny": 448, "wide": 96, "pro": 80}
+VOCAB = {"tiny": 448, "wide": 96, "pro": 80, "small": 50}
 LENGTH = 300
 WEIGHT_SEED = 20
 
@@ -51,7 +62,7 @@ SETTINGS = {
         vocab_size=VOCAB["wide"], hidden_size=96, num_hidden_layers=3, num_attention_heads=2, head_dim=512,
         layer_types=[SLIDING, CSA, HCA], mlp_layer_types=["hash_moe", "moe", "moe"],
         partial_rotary_factor=64 / 512, q_lora_rank=48, sliding_window=128, index_n_heads=16, index_head_dim=128,
-        index_topk=9, o_groups=2, o_lora_rank=24, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,
+        index_topk=9, o_groups=2, o_lora_rank=24, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=48,
         rope_parameters=_SHARED["rope_parameters"] | {"original_max_position_embeddings": 65536},
         max_position_embeddings=1048576,
     ),
@@ -59,10 +70,13 @@ SETTINGS = {
         vocab_size=VOCAB["pro"], hidden_size=64, num_hidden_layers=5, num_attention_heads=8, head_dim=64,
         layer_types=[HCA, HCA, CSA, HCA, CSA], mlp_layer_types=["hash_moe"] * 3 + ["moe"] * 2,
         partial_rotary_factor=16 / 64, q_lora_rank=40, sliding_window=32, index_n_heads=24, index_head_dim=32,
-        index_topk=7, o_groups=4, o_lora_rank=12, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
+        index_topk=7, o_groups=4, o_lora_rank=12, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=48,
         routed_scaling_factor=2.5,
     ),
 }  # fmt: skip
+SETTINGS["small"] = SETTINGS["tiny"] | dict(
+    num_hidden_layers=2, layer_types=[SLIDING, CSA], mlp_layer_types=["hash_moe", "moe"], vocab_size=VOCAB["small"]
+)
 
 
 def randomise(model: DeepseekV4ForCausalLM, seed: int) -> None:
@@ -112,6 +126,40 @@ def folder(name: str) -> Path:
 
 
 @functools.cache
+def nvfp4_folder(name: str) -> Path:
+    """The same checkpoint in NVIDIA's experts-only format: native names, experts NVFP4, most linears FP8, the rest
+    BF16 and F32."""
+    path = Path(_directory()) / f"{name}-nvfp4"
+    stored = load_file(folder(name) / "model.safetensors")
+    native = {HF_ORIGINAL.to_native(key): value for key, value in stored.items()}
+    save_nvfp4_experts(path, ModelConfig.from_folder(folder(name)).to_json(), native)
+    return path
+
+
+@functools.cache
+def dequantised_oracle(name: str) -> DeepseekV4ForCausalLM:
+    """transformers' model in float32 with the weights that nvfp4_folder holds, dequantised."""
+    stored = load_file(nvfp4_folder(name) / "model.safetensors")
+    weights = {}
+    for key, value in stored.items():
+        module = key.removesuffix(".weight")
+        if not key.endswith(("scale", "scale_2")) or "hc_" in key:
+            if value.dtype == torch.uint8:
+                scales = stored[f"{module}.weight_scale"], stored[f"{module}.weight_scale_2"]
+                value = dequantize_nvfp4(value, *scales)
+            elif value.dtype == torch.float8_e4m3fn:
+                value = dequantize_fp8_block(value, decode_e8m0(stored[f"{module}.scale"]))
+            value = value.float() if value.is_floating_point() else value
+            weights[HF_ORIGINAL.from_native(key)] = value.contiguous()
+    path = Path(_directory()) / f"{name}-dequantised"
+    oracle(name).config.save_pretrained(path)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    model, report = DeepseekV4ForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    return model.eval()
+
+
+@functools.cache
 def _directory() -> str:
     directory = tempfile.TemporaryDirectory(prefix="dsv4-tests-")
     atexit.register(directory.cleanup)
@@ -128,9 +176,25 @@ def engine(name: str = "tiny", max_batch: int = 1, max_context: int = 384, prefi
 
 
 @functools.cache
+def _compiled() -> tuple[Engine, int]:
+    before = graphs_compiled()
+    engine = dsv4.load(folder("tiny"), "cpu", torch.float32, max_batch=3, max_context=1200, prefill_chunk=96)
+    return engine, graphs_compiled() - before
+
+
 def compiled_engine() -> Engine:
     """The one compiled engine of the session: two prefill shapes (64 and 96 tokens) and a decode batch of 3."""
-    return dsv4.load(folder("tiny"), "cpu", torch.float32, max_batch=3, max_context=1200, prefill_chunk=96)
+    return _compiled()[0]
+
+
+def graphs_of_compiled_engine() -> int:
+    """How many graphs its load compiled."""
+    return _compiled()[1]
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process."""
+    return counters["stats"]["unique_graphs"]
 
 
 @functools.cache
@@ -168,6 +232,32 @@ def run_in_chunks(name: str, cache: Cache, slot: int, ids: Sequence[int], size: 
 def expected(name: str, ids: Sequence[int]) -> Tensor:
     """Logits [len, vocab] of transformers' model."""
     return oracle(name)(torch.tensor([list(ids)]), use_cache=False).logits[0]
+
+
+class MetaSource(Source):
+    """Weights of any shape without data, for what depends on shapes alone."""
+
+    dtype, device = torch.float32, torch.device("meta")
+
+    def at(self, name: str) -> "MetaSource":
+        return self
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def linear(self, name: str, out_features: int, in_features: int, groups: int = 1) -> PlainLinear:
+        return PlainLinear(self.tensor(name, (out_features, in_features), self.dtype), groups)
+
+    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> PlainExperts:
+        gate_up = self.tensor(name, (num_experts, 2 * intermediate, hidden), self.dtype)
+        return PlainExperts(gate_up, self.tensor(name, (num_experts, hidden, intermediate), self.dtype))
+
+
+def config_of(name: str, **changes) -> ModelConfig:
+    """A checkpoint's configuration with changes: `layer_types` and `mlp_layer_types` of another length, for example."""
+    values = SETTINGS[name] | changes
+    values["num_hidden_layers"] = len(values["layer_types"])
+    return ModelConfig.from_json(json.loads(DeepseekV4Config(**values).to_json_string()))
 
 
 # --- tokens without near ties -----------------------------------------------------------------------------------------
@@ -219,3 +309,21 @@ def _index_gaps(scores: Tensor, name: str) -> Iterator[float]:
 def _router_gap(router: DeepseekV4TopKRouter, logits: Tensor) -> float:
     ordered = (router.score_fn(logits) + router.e_score_correction_bias).sort(-1, descending=True).values
     return (ordered[:, router.top_k - 1] - ordered[:, router.top_k]).min().item()
+
+
+def assert_same_tokens(name: str, prompt: Sequence[int], a: Sequence[int], b: Sequence[int], seed: int | None = None):
+    """Two generations for one prompt are equal, or go apart at a near tie: greedy ones, or drawn at temperature 1 with
+    this seed. Right evaluations in different batches differ in their last bits, so such a tie may fall either way."""
+    common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if list(a) == list(b):
+        return
+    assert common < min(len(a), len(b)), f"one of them goes on: {len(a)} and {len(b)} tokens"
+    ids = [*prompt, *a[:common]]
+    scores = expected(name, ids)[-1]
+    if seed is not None:
+        scores = scores + gumbel_noise(torch.tensor([seed]), torch.tensor([len(ids)]), len(scores))[0]
+    first, second = scores.topk(2).values.tolist()
+    tie = min(first - second, min_gap(name, ids))
+    assert tie < MARGIN, (
+        f"after {common} equal tokens {a[common]} and {b[common]}, but nothing is nearer than {tie:.1e}"
+    )

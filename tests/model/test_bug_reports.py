@@ -19,7 +19,6 @@ from dsv4.model.config import CSA, SLIDING
 from dsv4.ops.nvfp4 import quantize_nvfp4
 from tests.model.random_checkpoints import (
     SETTINGS,
-    VOCAB,
     clear_tokens,
     compiled_engine,
     engine,
@@ -57,9 +56,8 @@ def test_mlx_lm_1189_garbage_after_some_windows(draw):
 
 
 def test_sglang_34788_yarn_in_sliding_layers(draw):
-    """YaRN leaked into layers that have a window only. Every layer's frequencies are those of transformers' for its kind,
-    and changing theta or YaRN of one kind leaves a model of the other kind alone.
-    https://github.com/sgl-project/sglang/pull/34788"""
+    """YaRN leaked into layers that have a window only. Every layer's frequencies are those of transformers' for its
+    kind, and the two kinds differ. https://github.com/sgl-project/sglang/pull/34788"""
     rotary = oracle("tiny").model.rotary_emb
     for layer, block in enumerate(model("tiny").layers):
         kind = "main" if model("tiny").config.layer_types[layer] == SLIDING else "compress"
@@ -97,8 +95,8 @@ def one_layer(kind: str) -> dict:
 
 
 def test_primus_930_one_csa_layer(tmp_path, draw):
-    """The softmax scale times 1.277 from YaRN, rope at the pool's index instead of its first position, and an output that
-    was not turned back: one CSA layer and 40 tokens show each. https://github.com/AMD-AGI/Primus/pull/930"""
+    """The softmax scale times 1.277 from YaRN, rope at the pool's index instead of its first position, and an output
+    that was not turned back: one CSA layer and 40 tokens show each. https://github.com/AMD-AGI/Primus/pull/930"""
     theirs = DeepseekV4ForCausalLM(DeepseekV4Config(**one_layer(CSA))).eval()
     randomise(theirs, 2)
     theirs.save_pretrained(tmp_path)
@@ -109,10 +107,12 @@ def test_primus_930_one_csa_layer(tmp_path, draw):
 
 @pytest.mark.parametrize("length", [3, 4, 5])
 def test_vllm_ascend_76_prompts_of_3_4_5_tokens(length, draw):
-    """Rows of NaN or zeros from the fourth token on, because the compressor ran without the true lengths. Prefill and the
-    decode that follows it. https://github.com/GDzhu01/vllm-ascend-deepseekv4/issues/76"""
+    """Rows of NaN or zeros from the fourth token on, because the compressor ran without the true lengths. Prefill and
+    the decode that follows it. https://github.com/GDzhu01/vllm-ascend-deepseekv4/issues/76"""
     ids = clear_tokens("tiny", length + 4, draw)
-    [completion] = engine("tiny", prefill_chunk=64).generate([ids[:length]], max_new_tokens=4, temperature=0.0, logprobs=0)
+    [completion] = engine("tiny", prefill_chunk=64).generate(
+        [ids[:length]], max_new_tokens=4, temperature=0.0, logprobs=0
+    )
     assert all(torch.isfinite(torch.tensor(entry.logprob)) for entry in completion.logprobs)
     logits = expected("tiny", ids[:length] + completion.token_ids)
     assert completion.token_ids == logits.argmax(-1)[length - 1 : -1].tolist()
@@ -120,8 +120,8 @@ def test_vllm_ascend_76_prompts_of_3_4_5_tokens(length, draw):
 
 @pytest.mark.parametrize("length", [127, 128, 129, 130, 255, 256, 257])
 def test_llama_cpp_26063_saved_state_diverges(length, draw):
-    """State that was saved and restored diverged from 129 tokens on. Saved at each length, restored into another slot of
-    another cache whose state is NaN, the next 20 tokens have the same bits.
+    """State that was saved and restored diverged from 129 tokens on. Saved at each length, restored into another slot
+    of another cache whose state is NaN, the next 20 tokens have the same bits.
     https://github.com/ggml-org/llama.cpp/pull/26063"""
     ids = draw.integers(2, 448, length + 20).tolist()
     first, second = new_cache("tiny", 2), new_cache("tiny", 2, fill=torch.nan)
@@ -134,9 +134,9 @@ def test_llama_cpp_26063_saved_state_diverges(length, draw):
 
 @pytest.mark.parametrize("keep", [129, 130, 131])
 def test_llama_cpp_25588_removed_suffix_leaves_compressed_rows(keep, draw):
-    """Removing the last tokens of a sequence left their compressed rows behind. Ten tokens further, back to a length that
-    4 does not divide, and on with other tokens: rows of blocks that are complete again come from the new tokens only.
-    https://github.com/ggml-org/llama.cpp/pull/25588"""
+    """Removing the last tokens of a sequence left their compressed rows behind. Ten tokens further, back to a length
+    that 4 does not divide, and on with other tokens: rows of blocks that are complete again come from the new tokens
+    only. https://github.com/ggml-org/llama.cpp/pull/25588"""
     ids = draw.integers(2, 448, keep).tolist()
     dropped, other = draw.integers(2, 448, 10).tolist(), draw.integers(2, 448, 12).tolist()
     cache = new_cache("tiny")
@@ -153,22 +153,22 @@ def test_llama_cpp_25588_removed_suffix_leaves_compressed_rows(keep, draw):
 
 
 def test_llama_cpp_25259_a_conversation_goes_on(draw):
-    """The model forgot what was said, after its cache was used again. Each turn sends the whole conversation, through an
-    engine whose one slot has held the turns before. https://github.com/ggml-org/llama.cpp/issues/25259"""
+    """The model forgot what was said, after its cache was used again. Each turn sends the whole conversation, through
+    an engine whose one slot has held the turns before. https://github.com/ggml-org/llama.cpp/issues/25259"""
+    settings = dict(max_new_tokens=7, temperature=0.0, ignore_eos=True, logprobs=0)
     used, conversation = engine("tiny", prefill_chunk=64), []
     for _ in range(4):
         conversation += draw.integers(2, 448, draw.random.randint(20, 60)).tolist()
-        [turn] = used.generate([conversation], max_new_tokens=7, temperature=0.0, ignore_eos=True, logprobs=0)
+        new = dsv4.load(folder("tiny"), "cpu", max_context=384, prefill_chunk=64, compile=False)
+        [turn], [wanted] = used.generate([conversation], **settings), new.generate([conversation], **settings)
+        assert (turn.token_ids, turn.logprobs) == (wanted.token_ids, wanted.logprobs)
         conversation += turn.token_ids
-        wanted = expected("tiny", conversation).log_softmax(-1)[-8:-1]
-        chosen = wanted.gather(-1, torch.tensor(turn.token_ids)[:, None])[:, 0]
-        assert_near(torch.tensor([entry.logprob for entry in turn.logprobs]), chosen, 3e-4)
 
 
 @pytest.mark.parametrize("shared", [20, 130])
 def test_atom_1417_window_of_another_request(shared, draw):
-    """A request with a known prefix read another request's window. A runs and ends; B, which shares its first tokens, runs
-    in the same slot and gives what a new engine gives. https://github.com/ROCm/ATOM/issues/1417"""
+    """A request with a known prefix read another request's window. A runs and ends; B, which shares its first tokens,
+    runs in the same slot and gives what a new engine gives. https://github.com/ROCm/ATOM/issues/1417"""
     prefix = draw.integers(2, 448, shared).tolist()
     a, b = (prefix + draw.integers(2, 448, 40).tolist() for _ in range(2))
     used = engine("tiny", prefill_chunk=64)
@@ -176,14 +176,13 @@ def test_atom_1417_window_of_another_request(shared, draw):
     [got] = used.generate([b], max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
     new = dsv4.load(folder("tiny"), "cpu", max_context=384, prefill_chunk=64, compile=False)
     [wanted] = new.generate([b], max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
-    assert got.token_ids == wanted.token_ids
-    assert [entry.logprob for entry in got.logprobs] == [entry.logprob for entry in wanted.logprobs]
+    assert (got.token_ids, got.logprobs) == (wanted.token_ids, wanted.logprobs)
 
 
 def test_vllm_51970_compiled_before_there_are_entries(draw):
-    """A graph captured while there were no compressed entries read out of bounds later. The steps are compiled and captured
-    with idle rows; then decode starts at position 0 and passes 3, 4, 127 and 128, with the logits of a whole prefill.
-    https://github.com/vllm-project/vllm/issues/51970"""
+    """A graph captured while there were no compressed entries read out of bounds later. The steps are compiled and
+    captured with idle rows; then decode starts at position 0 and passes 3, 4, 127 and 128, with the logits of a whole
+    prefill. https://github.com/vllm-project/vllm/issues/51970"""
     ids = clear_tokens("tiny", 132, draw)
     runner = compiled_engine().runner
     for buffer in compiled_engine().cache.buffers():
@@ -217,8 +216,8 @@ GATE = "model.layers.{}.ffn.gate."
 
 
 def test_atlas_186_quantised_router_is_refused(tmp_path):
-    """The router was quantised to 4 bits with everything else, and routing fell apart. Here it is read as stored or not at
-    all. https://github.com/Avarok-Cybersecurity/atlas/pull/186"""
+    """The router was quantised to 4 bits with everything else, and routing fell apart. Here it is read as stored or
+    not at all. https://github.com/Avarok-Cybersecurity/atlas/pull/186"""
 
     def change(tensors, config):
         name = GATE.format(1)
@@ -246,7 +245,7 @@ def test_atlas_186_hash_layers_that_the_config_forgets(tmp_path):
     def change(tensors, config):
         config["mlp_layer_types"] = ["moe"] * 4
 
-    with pytest.raises(ValueError, match="no tensor .*gate.bias"):
+    with pytest.raises(ValueError, match=r"no tensor .*gate\.bias"):
         dsv4.load(edited(tmp_path, change), "cpu", compile=False)
 
 
@@ -266,4 +265,3 @@ def test_every_report_has_its_url():
     for name, test in globals().items():
         if name.startswith("test_") and name != "test_every_report_has_its_url":
             assert "https://github.com/" in (test.__doc__ or ""), name
-    assert VOCAB["tiny"] == SETTINGS["tiny"]["vocab_size"]

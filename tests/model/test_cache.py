@@ -32,8 +32,8 @@ def partial_bytes(config: ModelConfig) -> int:
 
 @pytest.mark.parametrize("config, gib, partial_mib", [(flash(), 6.72, 11.6), (pro(), 9.62, 17.8)], ids=["flash", "pro"])
 def test_size_of_a_million_tokens(config, gib, partial_mib):
-    """The published sizes for one sequence of 1,048,576 tokens, with bfloat16 rows and index keys. They count entries and
-    window rings; the partial states come on top."""
+    """The published sizes for one sequence of 1,048,576 tokens, with bfloat16 rows and index keys. They count entries
+    and window rings; the partial states come on top."""
     cache = Cache(config, 1, MILLION, torch.bfloat16, "meta")
     rings = config.num_hidden_layers * 128 * 1024
     assert cache.nbytes() == entry_bytes(config, MILLION) + rings + partial_bytes(config)

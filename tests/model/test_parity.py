@@ -1,20 +1,30 @@
-"""The whole model against transformers' in float32: the correctness gate. Every way of running a sequence (scored by the
-engine, in chunks, token by token through the decode step, beside other sequences) must give the same logits."""
+"""The whole model against transformers' in float32: the correctness gate. Every way of running a sequence (scored by
+the engine, in chunks, token by token through the decode step, beside other sequences) must give the same logits."""
+
+import copy
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+import dsv4
+from dsv4.model.config import CSA, HCA, SLIDING
 from tests.model.random_checkpoints import (
     LENGTH,
     NAMES,
+    SETTINGS,
+    VOCAB,
     clear_tokens,
+    dequantised_oracle,
     engine,
     expected,
     folder,
     model,
     new_cache,
+    nvfp4_folder,
     oracle,
+    randomise,
     run,
     run_in_chunks,
 )
@@ -22,7 +32,7 @@ from tests.ops.cases import LENGTHS, Draw, random_steps
 
 TO_TRANSFORMERS = 1e-4
 # The same model in another batch, relative to the largest logit (5 to 10): only the order of summation differs. For
-# comparison: transformers in chunks differs from transformers in one piece by up to 3.4e-5 with these weights, absolute.
+# comparison: with these weights, transformers in chunks is up to 3.4e-5 (absolute) away from transformers in one piece.
 # What batches must never do to each other is tested to the bit in test_transformer.
 TO_ITSELF = 1e-5
 
@@ -120,12 +130,6 @@ def test_engine_logits_of_a_ragged_batch(draw):
 
 def test_without_yarn_and_with_other_block_rates(tmp_path, draw):
     """config.json as transformers writes it may leave YaRN out and have other rates and hash layers in the middle."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
-    import dsv4
-    from dsv4.model.config import CSA, HCA, SLIDING
-    from tests.model.random_checkpoints import SETTINGS, randomise
-
     settings = SETTINGS["tiny"] | dict(
         rope_parameters=None,
         compress_rates={CSA: 6, HCA: 10},
@@ -145,10 +149,6 @@ def test_without_yarn_and_with_other_block_rates(tmp_path, draw):
 
 def test_bfloat16_stays_near_float32(draw):
     """A bfloat16 engine on the same weights: as near to float32 as rounding allows, and nearer than transformers'."""
-    import copy
-
-    import dsv4
-
     # the weights themselves rounded to bfloat16, so that only the arithmetic differs
     rounded = copy.deepcopy(oracle("pro"))
     for parameter in rounded.parameters():
@@ -163,6 +163,17 @@ def test_bfloat16_stays_near_float32(draw):
     print(f"relative error of bfloat16 logits: {error:.4f}, transformers {their_error:.4f}")
     assert logits.dtype == torch.float32
     assert error < 0.03 and error < 1.1 * their_error
+
+
+def test_nvfp4_checkpoint(name, draw):
+    """NVIDIA's experts-only format through the engine, in float32, against transformers on the dequantised weights."""
+    ids = draw.integers(2, VOCAB[name], 27).tolist()  # six blocks: all are picked, so there are no near ties
+    ours = dsv4.load(nvfp4_folder(name), "cpu", torch.float32, max_batch=2, max_context=64, compile=False)
+    assert set(ours.load_report.checkpoint.formats) == {"NVFP4", "FP8 block", "plain"}
+    wanted = dequantised_oracle(name)(torch.tensor([ids]), use_cache=False).logits[0]
+    assert_close(ours.logits([ids])[0], wanted, TO_TRANSFORMERS)
+    assert_close(decode_teacher_forced(ours, 1, ids), wanted, TO_TRANSFORMERS)
+    assert (wanted - expected(name, ids)).abs().max() > 0.01  # quantised weights are other weights
 
 
 def test_oracle_would_notice(draw: Draw):

@@ -18,8 +18,8 @@ def tokens(draw: Draw, name: str, length: int) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bug_later_tokens_move_earlier_logits(name, draw):
-    """The indexer had no causal mask, so the future chose the blocks of the past. Here not one bit may move: all rows of
-    a batch of the same shape take the same arithmetic. https://github.com/huggingface/transformers/issues/45820"""
+    """The indexer had no causal mask, so the future chose the blocks of the past. Here not one bit may move: all rows
+    of a batch of the same shape take the same arithmetic. https://github.com/huggingface/transformers/issues/45820"""
     ids = tokens(draw, name, 200)
     before = run_in_chunks(name, new_cache(name), 0, ids, len(ids))
     for t in (2, 3, 126, 127, draw.random.randint(5, 198)):
@@ -43,8 +43,8 @@ def test_every_token_matters_to_the_last(name, draw):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_bug_padding_is_pooled(name, side, draw):
-    """Padding was pooled into compressed blocks. Rows of 5 and 9 tokens, padded to 12 on either side and in between, have
-    the logits that they have alone. https://github.com/huggingface/transformers/issues/45938"""
+    """Padding was pooled into compressed blocks. Rows of 5 and 9 tokens, padded to 12 on either side and in between,
+    have the logits that they have alone. https://github.com/huggingface/transformers/issues/45938"""
     whole = [clear_tokens(name, length + 20, draw) for length in (5, 9)]
     rows = [ids[:-20] for ids in whole]
     alone = [run_in_chunks(name, new_cache(name), 0, row, len(row)) for row in rows]
@@ -131,9 +131,9 @@ def _site(draw: Draw, scale: float) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("scale", [0.7, 3.0])
 def test_residual_over_61_layers(scale, draw):
-    """61 layers are 122 random connections. Each new stream is a mean of the old ones (columns sum to 1), so mixing alone
-    never makes a stream larger than the largest; and with sublayers whose output has the size of a normalised vector the
-    residual grows like a sum of 122 such outputs at most, not exponentially."""
+    """61 layers are 122 random connections. Each new stream is a mean of the old ones (columns sum to 1), so mixing
+    alone never makes a stream larger than the largest; and with sublayers whose output has the size of a normalised
+    vector the residual grows like a sum of 122 such outputs at most, not exponentially."""
     tokens = 8
     alone = start = draw.normal(tokens, N, HIDDEN)
     fed = alone.clone()
@@ -172,7 +172,7 @@ def test_rows_converge_for_moderate_matrices(draw):
 
 
 def test_residual_of_a_real_model_is_bounded(draw):
-    """The same inside the random checkpoint: streams after the last layer against the embedding's, for a long prompt."""
+    """The same inside the random checkpoint: the streams before each connection, for a long prompt."""
     sizes = []
     hooks = [
         module.register_forward_hook(lambda _m, args, _o: sizes.append(args[0].float().norm(dim=-1).max().item()))

@@ -1,7 +1,7 @@
 """Shared by the op tests: random inputs with outliers, flat batches, tolerances, and one set of arguments an op.
 
-`ARGUMENTS` has an entry for every op of the `dsv4::` namespace; test_registry runs each of them through opcheck,
-FakeTensorMode and torch.compile. A new op without an entry fails there.
+`ARGUMENTS` has one or more entries for every op of the `dsv4::` namespace; test_registry runs each of them through
+opcheck, FakeTensorMode and torch.compile. A new op without an entry fails there.
 """
 
 import math
@@ -195,6 +195,12 @@ def _compress(draw: Draw, dtype: torch.dtype) -> tuple:
     return *inputs, batch.positions, batch.slots, *rings, draw.normal(3, 5, 16, dtype=dtype), 4, 1e-6
 
 
+def _compress_hca(draw: Draw, dtype: torch.dtype) -> tuple:
+    batch, rings = _batch(), [draw.normal(3, 4, 16) for _ in range(2)]
+    inputs = draw.normal(7, 16), draw.normal(7, 16), draw.normal(4, 16), draw.normal(16), draw.inv_freq(8)
+    return *inputs, batch.positions, batch.slots, *rings, draw.normal(3, 5, 16, dtype=dtype), 4, 1e-6
+
+
 def _index_topk(draw: Draw, dtype: torch.dtype) -> tuple:
     batch = _batch()
     q, keys = draw.normal(7, 4, 16, dtype=dtype), draw.normal(3, 5, 16, dtype=dtype)
@@ -207,6 +213,20 @@ def _attend(draw: Draw, dtype: torch.dtype) -> tuple:
     ring = draw.normal(3, 8, 16, dtype=dtype)
     entries, indices = draw.normal(3, 5, 16, dtype=dtype), draw.integers(-1, 5, 7, 3, dtype=torch.int32)
     return q, kv, ring, entries, indices, draw.normal(3), draw.inv_freq(8), batch.positions, batch.slots, 4
+
+
+def _index_topk_all(draw: Draw, dtype: torch.dtype) -> tuple:
+    return *_index_topk(draw, dtype)[:-1], 9
+
+
+def _attend_all(draw: Draw, dtype: torch.dtype) -> tuple:
+    q, kv, ring, entries, _, *rest = _attend(draw, dtype)
+    return q, kv, ring, entries, None, *rest
+
+
+def _attend_window(draw: Draw, dtype: torch.dtype) -> tuple:
+    q, kv, ring, _, _, *rest = _attend(draw, dtype)
+    return q, kv, ring, None, None, *rest
 
 
 def _hc_pre(draw: Draw, dtype: torch.dtype) -> tuple:
@@ -230,11 +250,23 @@ def _linear_fp32(draw: Draw, dtype: torch.dtype) -> tuple:
 
 def _linear_fp8_block(draw: Draw, dtype: torch.dtype) -> tuple:
     weight, scale = quantize_fp8_block(draw.normal(160, 136))
-    return draw.normal(5, 2, 136, dtype=dtype), weight, decode_e8m0(scale), 2
+    return draw.normal(5, 136, dtype=dtype), weight, decode_e8m0(scale), 1
+
+
+def _linear_fp8_block_grouped(draw: Draw, dtype: torch.dtype) -> tuple:
+    return draw.normal(5, 2, 136, dtype=dtype), *_linear_fp8_block(draw, dtype)[1:3], 2
 
 
 def _linear_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
     return draw.normal(5, 32, dtype=dtype), *quantize_nvfp4(draw.normal(12, 32))
+
+
+def _with_two_batch_dimensions(make: Callable[[Draw, torch.dtype], tuple]) -> Callable[[Draw, torch.dtype], tuple]:
+    def arguments(draw: Draw, dtype: torch.dtype) -> tuple:
+        x, *rest = make(draw, dtype)
+        return torch.stack((x, -x, x / 2)), *rest
+
+    return arguments
 
 
 def _route_topk(draw: Draw, dtype: torch.dtype) -> tuple:
@@ -274,18 +306,27 @@ def _sample(draw: Draw, dtype: torch.dtype) -> tuple:
     return draw.normal(3, 12, dtype=dtype), seen, torch.tensor([0.0, 0.7, 1.0]), *filters, *numbers
 
 
+# "op" or "op: what is special about it"
 ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
     "attend": _attend,
+    "attend: all entries": _attend_all,
+    "attend: window": _attend_window,
     "compress": _compress,
+    "compress: no overlap": _compress_hca,
     "hc_head": _hc_head,
     "hc_post": _hc_post,
     "hc_pre": _hc_pre,
     "index_topk": _index_topk,
+    "index_topk: more than blocks": _index_topk_all,
     "kv_rope": _kv_rope,
     "kv_write": _kv_write,
     "linear_fp32": _linear_fp32,
+    "linear_fp32: 3-d": _with_two_batch_dimensions(_linear_fp32),
     "linear_fp8_block": _linear_fp8_block,
+    "linear_fp8_block: groups": _linear_fp8_block_grouped,
+    "linear_fp8_block: 3-d": _with_two_batch_dimensions(_linear_fp8_block),
     "linear_nvfp4": _linear_nvfp4,
+    "linear_nvfp4: 3-d": _with_two_batch_dimensions(_linear_nvfp4),
     "moe": _moe,
     "moe_nvfp4": _moe_nvfp4,
     "q_rope": _q_rope,

@@ -91,6 +91,10 @@ def test_ties_take_the_lowest_blocks():
     assert_picks(ops.index_topk(torch.ones(1, 1, 2), -one, keys, *at), [[0, 1, 2, 3]], 4)
     keys[0, 8] = -1
     assert_picks(ops.index_topk(torch.ones(1, 1, 2), -one, keys, *at), [[0, 1, 2, 8]], 4)
+    # So many equal blocks that an unstable sort would show.
+    many, late = torch.ones(1, 3000, 2), (torch.tensor([12_000]), torch.tensor([0]), 4, 4)
+    many[0, [700, 2900]] = 2
+    assert_picks(ops.index_topk(torch.ones(1, 1, 2), one, many, *late), [[0, 1, 700, 2900]], 4)
 
 
 def test_bug_relu_is_per_head():

@@ -1,0 +1,155 @@
+// Device helpers that the kernels share: bf16 packing, reductions, the last block of a group, clusters. Everything that
+// is inline PTX stands here.
+#ifndef DSV4_COMMON
+#define DSV4_COMMON
+
+typedef long long i64;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+#define NEG_INF __int_as_float(0xff800000)
+
+// --- bf16: two values a 32-bit word, the lower address in the lower half ---------------------------------------------
+
+DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+DEVICE u32 pack_bf16(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+DEVICE float round_bf16(float x) { return bf16_low(pack_bf16(x, 0.f)); }
+
+DEVICE void unpack8(uint4 v, float* x) {
+  x[0] = bf16_low(v.x); x[1] = bf16_high(v.x); x[2] = bf16_low(v.y); x[3] = bf16_high(v.y);
+  x[4] = bf16_low(v.z); x[5] = bf16_high(v.z); x[6] = bf16_low(v.w); x[7] = bf16_high(v.w);
+}
+
+DEVICE uint4 pack8(const float* x) {
+  return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+}
+
+DEVICE float dot4(float4 a, float4 b, float sum) {
+  return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// --- synchronisation and reductions -----------------------------------------------------------------------------------
+
+// The end of the kernel before this one in the stream, for launches with programmatic dependence; otherwise nothing.
+DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+DEVICE float fast_reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// A barrier among `threads` threads of the block; `id` 0 is __syncthreads.
+DEVICE void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Sum over groups of Width neighbouring lanes; every lane gets it, always added in the same order.
+template <int Width = 32>
+DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int step = Width / 2; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// Sums of Count values (a power of two up to 32) over the warp's lanes, with Count + 4 shuffles at most instead of 5 *
+// Count. Returns the sum number `reduced_index<Count>()` of this lane; the lanes' order of addition is always the same.
+template <int Count>
+DEVICE float warp_sums(float (&x)[Count]) {
+  const int lane = threadIdx.x & 31;
+  int step = 16;
+#pragma unroll
+  for (int half = Count / 2; half; half >>= 1, step >>= 1) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float give = upper ? x[i] : x[i + half], keep = upper ? x[i + half] : x[i];
+      x[i] = keep + __shfl_xor_sync(~0u, give, step);
+    }
+  }
+#pragma unroll
+  for (; step; step >>= 1) x[0] += __shfl_xor_sync(~0u, x[0], step);
+  return x[0];
+}
+
+template <int Count>
+DEVICE int reduced_index() {
+  const int lane = threadIdx.x & 31;
+  int index = 0, step = 16;
+#pragma unroll
+  for (int half = Count / 2; half; half >>= 1, step >>= 1) index += lane & step ? half : 0;
+  return index;
+}
+
+// Sum over the first Warps warps, at barrier `id`. `scratch` [Warps] may be used again after the next barrier.
+template <int Warps>
+DEVICE float block_sum(float x, float* scratch, int id) {
+  x = warp_sum(x);
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;
+  barrier(id, Warps * 32);
+  x = 0.f;
+#pragma unroll
+  for (int w = 0; w < Warps; ++w) x += scratch[w];
+  return x;
+}
+
+// Whether this block is the last of `total` to come here; what the others wrote before is then visible to all of its
+// threads. The counter is 0 before the first and after the last, so launches that share it must follow one another.
+DEVICE bool last_block(u32* counter, u32 total) {
+  __shared__ int is_last[1];
+  __syncthreads();
+  if (total > 1) {
+    if (threadIdx.x == 0) {
+      u32 before;  // the increment wraps to 0 at the last block
+      asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(total - 1) : "memory");
+      is_last[0] = before == total - 1;
+    }
+    __syncthreads();
+    if (!is_last[0]) return false;
+  }
+  return true;
+}
+
+// --- thread-block clusters ---------------------------------------------------------------------------------------------
+
+DEVICE u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Write to the same shared variable of block `rank` of the cluster.
+DEVICE void store_remote(float* variable, u32 rank, float value) {
+  u32 local = static_cast<u32>(__cvta_generic_to_shared(variable)), remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+}
+
+// --- rope --------------------------------------------------------------------------------------------------------------
+
+// Cosine and sine of the float32 product position * frequency, reduced in double: exact for positions in the millions
+// and without the local memory of cosf's slow path.
+DEVICE void rope_cos_sin(i64 position, float frequency, float* cosine, float* sine) {
+  double half_turns = static_cast<double>(static_cast<float>(position) * frequency) * 0.31830988618379067154;
+  half_turns -= 2.0 * rint(half_turns * 0.5);
+  sincospif(static_cast<float>(half_turns), sine, cosine);
+}
+
+#endif
