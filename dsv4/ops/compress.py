@@ -55,7 +55,7 @@ def _cuda(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, en
         sizes = f"DIM={dim}", f"OVERLAP={int(overlap)}", f"RATE={rate}", f"ROPE={rope}", f"THREADS={threads}"
         state = c_ring, z_ring, entries, tokens, capacity, eps
         launch = kernel("compress.cu", "compress", *sizes)
-        launch(tokens, threads, c, z, ape, norm_weight, inv_freq, positions, slots, *state)
+        launch(tokens, threads, c, z, ape, norm_weight, inv_freq, positions, slots, *state, pdl=True)
 
 
 @op(SCHEMA, fake=_fake, cuda=_cuda)

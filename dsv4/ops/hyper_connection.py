@@ -19,6 +19,7 @@ from torch import Tensor
 from dsv4.ops._register import op
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.checks import require, require_tensors
+from dsv4.ops.kernels.limits import raised
 from dsv4.ops.rope import rms_norm
 
 _POST_THREADS = 64
@@ -36,51 +37,42 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How hc_collapse is spread: warps a block, rows of fn a warp, tokens a block, blocks across the columns."""
+    """How hc_collapse is spread: blocks a cluster, warps a block, rows of fn a warp, tokens a cluster."""
 
+    cluster: int
     warps: int
     rows: int
     tokens: int
-    parts: int
 
     @staticmethod
-    def of(tokens: int, rows: int, columns: int) -> "Plan":
-        """As measured best on an H200; `rows` of fn, `columns` = N * H."""
-        group = 1 if tokens <= 4 else 2 if tokens <= 16 else 4 if tokens <= 64 else 8
-        a_warp = -(-rows // 8)
-        return Plan.spread(8, a_warp, group, tokens, rows, columns, 256)
-
-    @staticmethod
-    def spread(warps: int, a_warp: int, group: int, tokens: int, rows: int, columns: int, blocks: int) -> "Plan":
-        """At most about `blocks` blocks, and no more than there are steps of 128 columns."""
-        groups, side_by_side = -(-tokens // group), warps // -(-rows // a_warp)
-        parts = min(-(-columns // 128 // side_by_side), max(1, blocks // groups))
-        return Plan(warps, a_warp, group, parts if groups <= 1024 else 1)
+    def of(tokens: int, rows: int, n: int, hidden: int) -> "Plan":
+        """As measured best on an H200 for `rows` of fn [rows, n * hidden]."""
+        cluster = next(c for c in (16, 8, 4, 2, 1) if hidden % (8 * c) == 0)
+        group = 1 if tokens <= 8 else 2 if tokens <= 16 else 4 if tokens <= 64 else 8
+        a_warp = min(rows, 12 if group < 4 else 6)
+        tiles = -(-n * hidden // cluster // 128) * -(-rows // a_warp)
+        return Plan(cluster, max(group + 1, 4, min(tiles, 28 if group < 4 else 16)), a_warp, group)
 
 
-def _collapse(
-    op_name, streams, fn, base, scale, norm_weight, eps, hc_eps, iterations=0, post=None, comb=None, plan=None
-):
+def _collapse(name, streams, fn, base, scale, norm_weight, eps, hc_eps, iterations=0, post=None, comb=None, plan=None):
     """Launch hc_collapse: with post and comb hc_pre, without them hc_head. Returns x."""
     tokens, n, hidden = streams.shape
     streams = streams.contiguous()
-    require_tensors(op_name, torch.bfloat16, streams=streams)
-    require_tensors(op_name, torch.float32, fn=fn, base=base, scale=scale, norm_weight=norm_weight)
-    require(op_name, hidden % 8 == 0, f"hidden must be a multiple of 8, found {hidden}")
-    require(op_name, 1 <= n <= 4, f"1 to 4 streams, found {n}")
+    require_tensors(name, torch.bfloat16, streams=streams)
+    require_tensors(name, torch.float32, fn=fn, base=base, scale=scale, norm_weight=norm_weight)
+    require(name, hidden % 8 == 0, f"hidden must be a multiple of 8, found {hidden}")
+    require(name, 1 <= n <= 4, f"1 to 4 streams, found {n}")
     rows = n if post is None else 2 * n + n * n
-    require(op_name, fn.shape == (rows, n * hidden), f"fn must be {(rows, n * hidden)}, found {tuple(fn.shape)}")
+    require(name, fn.shape == (rows, n * hidden), f"fn must be {(rows, n * hidden)}, found {tuple(fn.shape)}")
     x = streams.new_empty((tokens, hidden))
-    if tokens == 0:
-        return x
-    plan = plan or Plan.of(tokens, rows, n * hidden)
-    groups, side_by_side = -(-tokens // plan.tokens), plan.warps // -(-rows // plan.rows)
-    partial = fn.new_empty((groups, plan.tokens, rows + 1, plan.parts * side_by_side))
-    defines = (f"HEAD={int(post is None)}", f"N={n}", f"H={hidden}", f"WARPS={plan.warps}", f"RPW={plan.rows}")
-    launch = kernel("hyper_connection.cu", "hc_collapse", *defines, f"TT={plan.tokens}")
-    threads = 32 * (plan.warps + (post is not None))
-    constants = fn, base, scale, norm_weight, eps, hc_eps, iterations
-    launch((plan.parts, groups), threads, streams, *constants, tokens, partial, x, post, comb)
+    if tokens:
+        plan = plan or Plan.of(tokens, rows, n, hidden)
+        sizes = f"HEAD={int(post is None)}", f"N={n}", f"H={hidden}", f"CLUSTER={plan.cluster}", f"WARPS={plan.warps}"
+        launch = kernel("hyper_connection.cu", "hc_collapse", *sizes, f"RPW={plan.rows}", f"TT={plan.tokens}")
+        cluster = {"cluster": plan.cluster} if plan.cluster > 1 else {}
+        arguments = streams, fn, base, scale, norm_weight, eps, hc_eps, iterations, tokens, x, post, comb
+        groups = -(-tokens // plan.tokens)
+        raised(launch, 0, plan.cluster)(groups, 32 * plan.warps, *arguments, pdl=True, **cluster)
     return x
 
 
@@ -115,7 +107,7 @@ def _hc_post_cuda(y, streams, post, comb):
         launch = kernel(
             "hyper_connection.cu", "hc_post", f"N={n}", f"H={hidden}", f"Y_FLOAT={int(y.dtype == torch.float32)}"
         )
-        launch((-(-hidden // 8 // _POST_THREADS), tokens), _POST_THREADS, y, streams, post, comb, out)
+        launch((-(-hidden // 8 // _POST_THREADS), tokens), _POST_THREADS, y, streams, post, comb, out, pdl=True)
     return out
 
 

@@ -127,7 +127,7 @@ def index_topk_ref(
     blocks = keys.shape[1]
     number = torch.arange(blocks, device=q.device)
     picked = []
-    for start in range(0, q.shape[0], TILE):
+    for start in range(0, max(q.shape[0], 1), TILE):
         tile = slice(start, start + TILE)
         key = keys[slots[tile].clamp(min=0)].float()  # [t, blocks, d]
         dots = torch.einsum("thd,tsd->ths", q[tile].float(), key).relu()

@@ -26,7 +26,7 @@ def _kv_write_cuda(kv, positions, slots, ring):
     require("kv_write", ring.shape[-1] == dim, f"ring rows must be {dim} wide, found {ring.shape[-1]}")
     if tokens:
         launch = kernel("rope.cu", "kv_write", f"VECTORS={dim // 8}")
-        launch(-(-tokens // 4), 128, kv, positions, slots, ring, tokens, ring.shape[1])
+        launch(-(-tokens // 4), 128, kv, positions, slots, ring, tokens, ring.shape[1], pdl=True)
 
 
 @op(

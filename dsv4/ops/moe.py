@@ -34,13 +34,13 @@ def _mixture(x: Tensor, experts: Tensor, weights: Tensor, limit: float, count: i
         for token in range(tokens):
             gate_up, down = weight_of(experts[token].clamp(min=0))  # [k, 2I, H], [k, H, I]
             h = clamped_swiglu(gate_up @ x[token].float(), limit) * weights[token, :, None]
-            h = h * (experts[token, :, None] >= 0)
+            h = torch.where(experts[token, :, None] >= 0, h, 0)  # not a product: an idle row may hold NaN
             y[token] = torch.einsum("khi,ki->h", down, h.to(x.dtype).float())
         return y
     for expert in range(count):
         gate_up, down = (w[0] for w in weight_of(torch.full((1,), expert, device=x.device)))
         share = torch.where(experts == expert, weights, 0).sum(-1, keepdim=True)
-        h = clamped_swiglu(x.float() @ gate_up.T, limit) * share
+        h = torch.where(share != 0, clamped_swiglu(x.float() @ gate_up.T, limit) * share, 0)
         y += h.to(x.dtype).float() @ down.T
     return y
 

@@ -52,7 +52,7 @@ def _rope_rows(op_name, x, weight, inv_freq, positions, heads, eps, norm):
         lanes = min(32, 1 << (dim // 8 - 1).bit_length())
         launch = kernel("rope.cu", "rope_rows", f"D={dim}", f"ROPE={rope}", f"LANES={lanes}")
         blocks = -(-rows * lanes // _THREADS)
-        launch(blocks, _THREADS, x, weight, inv_freq, positions, heads, rows, eps, int(norm), out)
+        launch(blocks, _THREADS, x, weight, inv_freq, positions, heads, rows, eps, int(norm), out, pdl=True)
     return out
 
 

@@ -45,20 +45,26 @@ def _defines(op_name: str, x: Tensor, gate: Tensor, slots: Tensor, k: int) -> tu
     require(op_name, hidden % 8 == 0 and hidden <= 16384, f"hidden must be a multiple of 8 up to 16384, found {hidden}")
     require(op_name, gate.shape[1] == hidden, f"gate must be {hidden} wide, found {gate.shape[1]}")
     require(op_name, experts <= 1024, f"at most 1024 experts, found {experts}")
-    require(op_name, 1 <= k <= min(8, experts), f"1 to {min(8, experts)} experts a token, found {k}")
+    most = min(8, experts)
+    require(op_name, 1 <= k <= most, f"1 to {most} experts a token, found {k}")
     return f"H={hidden}", f"E={experts}", f"TOP={k}", f"GATE_FLOAT={int(gate.dtype == torch.float32)}"
 
 
 def _split(hidden: int) -> int:
-    """Warps that share a row: at least one step of 256 channels each."""
-    return max(1, min(4, hidden // 256))
+    """Warps that share a row, so that a lane holds at most 32 of its weights (from 8192 channels on, more)."""
+    return max(1, min(8, -(-hidden // 1024)))
 
 
 def _route_topk_cuda(x, gate, bias, slots, k, scale):
     if x.dtype == torch.float32:
         return route_topk_ref(x, gate, bias, slots, k, scale)
     x, tokens, count = x.contiguous(), x.shape[0], gate.shape[0]
-    defines = *_defines("route_topk", x, gate, slots, k), f"SPLIT={_split(x.shape[1])}", f"SETS={_SETS}"
+    defines = (
+        *_defines("route_topk", x, gate, slots, k),
+        f"SPLIT={_split(x.shape[1])}",
+        f"SETS={_SETS}",
+        f"BATCH={1 if tokens == 1 else 4}",
+    )
     require_tensors("route_topk", torch.float32, bias=bias)
     experts, weights = _outputs(x, k)
     if tokens > _SMALL:
@@ -67,26 +73,26 @@ def _route_topk_cuda(x, gate, bias, slots, k, scale):
         else:
             logits = torch.mm(x.float(), gate.t())
         launch = kernel("route.cu", "route_select", *defines)
-        launch(-(-tokens // 4), 128, logits, bias, slots, tokens, scale, experts, weights)
+        launch(-(-tokens // 4), 128, logits, bias, slots, tokens, scale, experts, weights, pdl=True)
     elif tokens:
-        logits = bias.new_empty((tokens, count))
+        scores = bias.new_empty((tokens, count))
         grid = -(-count // _SETS), -(-tokens // _GROUP)
         threads = 32 * _SETS * _split(x.shape[1])
         launch = kernel("route.cu", "route_topk", *defines)
-        launch(grid, threads, x, gate, bias, slots, tokens, _GROUP, scale, logits, experts, weights)
+        launch(grid, threads, x, gate, bias, slots, tokens, _GROUP, scale, scores, experts, weights, pdl=True)
     return experts, weights
 
 
 def _route_hash_cuda(x, gate, tid2eid, tokens, slots, scale):
     if x.dtype == torch.float32:
         return route_hash_ref(x, gate, tid2eid, tokens, slots, scale)
-    x, k, split = x.contiguous(), tid2eid.shape[1], _split(x.shape[1])
-    defines = *_defines("route_hash", x, gate, slots, k), f"SPLIT={split}", f"SETS={k}", "HASH=1"
+    x, k, split = x.contiguous(), tid2eid.shape[1], min(4, _split(x.shape[1]))
+    defines = *_defines("route_hash", x, gate, slots, k), f"SPLIT={split}", f"SETS={k}", "BATCH=1", "HASH=1"
     require_tensors("route_hash", torch.int64, tid2eid=tid2eid, tokens=tokens)
     experts, weights = _outputs(x, k)
     if x.shape[0]:
         launch = kernel("route.cu", "route_hash", *defines)
-        launch(x.shape[0], 32 * k * split, x, gate, tid2eid, tokens, slots, scale, experts, weights)
+        launch(x.shape[0], 32 * k * split, x, gate, tid2eid, tokens, slots, scale, experts, weights, pdl=True)
     return experts, weights
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4.ops._register import op
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.checks import require, require_tensors
+from dsv4.ops.kernels.limits import raised
 
 _MASK = 0xFFFFFFFF
 
@@ -75,6 +76,12 @@ def _fake(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, se
     return logits.new_empty(batch, dtype=torch.int64), logits.new_empty(batch, dtype=torch.float32)
 
 
+def _shape(quads: int) -> tuple[int, int]:
+    """Threads a block and blocks a cluster for rows of so many quads of tokens."""
+    threads = 256 if quads <= 1024 else 512
+    return threads, min(8, 1 << (-(-quads // threads) - 1).bit_length())
+
+
 def _cuda(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions):
     rows, vocab = logits.shape
     logits = logits.contiguous()
@@ -88,14 +95,14 @@ def _cuda(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, se
     token, logprob = _fake(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions)
     if rows:
         quads = -(-vocab // 4)
-        threads = 256 if quads <= 1024 else 512
-        cluster = min(8, 1 << (-(-quads // threads) - 1).bit_length())
+        threads, cluster = _shape(quads)
         scaled = seeds.new_empty((rows, quads, 4), dtype=torch.float32)
         is_float = int(logits.dtype == torch.float32)
         defines = f"V={vocab}", f"THREADS={threads}", f"CLUSTER={cluster}", f"FLOAT_LOGITS={is_float}"
         columns = temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions
-        launch = kernel("sample.cu", "sample", *defines)
-        launch(rows, threads, logits, seen, *columns, scaled, token, logprob, cluster=cluster if cluster > 1 else None)
+        launch = raised(kernel("sample.cu", "sample", *defines), 0, cluster)
+        results = scaled, token, logprob
+        launch(rows, threads, logits, seen, *columns, *results, cluster=cluster if cluster > 1 else None, pdl=True)
     return token, logprob
 
 

@@ -10,7 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import dsv4
 from dsv4.compile.engine import Engine
 from dsv4.compile.sampling import MAX_STOP_IDS
-from tests.model.random_checkpoints import assert_same_tokens, engine, expected, folder
+from tests.model.random_checkpoints import assert_same_tokens, clear_tokens, engine, expected, folder
 
 VOCAB, CHUNK = 448, 64
 GREEDY = dict(temperature=0.0, ignore_eos=True)
@@ -120,19 +120,21 @@ def test_sampling_settings_are_per_request(draw):
     assert [c.token_ids for c in again] == [c.token_ids for c in wanted]
 
 
-@pytest.mark.parametrize("penalty", [1.4, 0.7])
-def test_repetition_penalty_is_that_of_transformers(penalty, draw):
-    """Over the prompt and what has been generated, signs apart: each token is the argmax after their processor."""
+@pytest.mark.parametrize("penalty, length", [(2.0, 200), (0.6, 25), (0.4, 5)])
+def test_repetition_penalty_is_that_of_transformers(penalty, length, draw):
+    """Over the prompt (200 tokens are a third of the vocabulary) and over what has been generated, which a penalty
+    below 1 repeats; signs apart. Each token is the argmax after their processor. The slot has held another prompt,
+    whose tokens do not count."""
     processor = RepetitionPenaltyLogitsProcessor(penalty)
-    ids = prompt(draw, 25)
-    [completion] = one().generate([ids], 20, repetition_penalty=penalty, **GREEDY)
-    logits = expected("tiny", ids + completion.token_ids)
+    ids = clear_tokens("tiny", length, draw)
+    one().generate([prompt(draw, 200)], 1)
+    [completion] = one().generate([ids], 24, repetition_penalty=penalty, **GREEDY)
+    logits = expected("tiny", ids + completion.token_ids)[len(ids) - 1 : -1]
     for step, token in enumerate(completion.token_ids):
         so_far = torch.tensor([ids + completion.token_ids[:step]])
-        scores = processor(so_far, logits[len(ids) - 1 + step][None].clone())[0]
+        scores = processor(so_far, logits[step][None].clone())[0]
         assert scores[token] > scores.max() - 1e-3
-    [plain] = one().generate([ids], 20, **GREEDY)
-    assert plain.token_ids != completion.token_ids
+    assert completion.token_ids != logits.argmax(-1).tolist()  # without the penalty it would be another text
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

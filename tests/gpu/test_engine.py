@@ -49,13 +49,21 @@ def test_greedy_text_equals_eager_up_to_close_calls(engine, eager):
 
 
 def test_capture_at_position_0_replays_across_block_boundaries(engine, eager):
-    """github.com/vllm-project/vllm/issues/51970: captured with empty state, replayed at 3, 4, 127, 128, 129 and on."""
-    prompt = [0, 17]
-    a = engine.generate([prompt], max_new_tokens=300, temperature=0, ignore_eos=True, logprobs=0)[0]
+    """github.com/vllm-project/vllm/issues/51970: captured with empty state, replayed at 3, 4, 127, 128, 129 and on.
+
+    Against the eager decode step (the same kernels, without inductor's fusions), and against prefill, whose kernels
+    are others and round bf16 elsewhere: there a single position may differ by more, the mean may not.
+    """
+    prompt, steps = [0, 17], 300
+    a, b = (e.generate([prompt], max_new_tokens=steps, temperature=0, ignore_eos=True, logprobs=0)[0] for e in (engine, eager))
+    together = [(x.logprob - y.logprob) for x, y in zip(a.logprobs, b.logprobs, strict=True) if x.token_id == y.token_id]
+    parted = next((i for i in range(steps) if a.token_ids[i] != b.token_ids[i]), steps)
+    print(f"equal to eager for {parted} tokens, largest difference {max(map(abs, together[:parted])):.3f}")
+    assert parted > 130 and max(map(abs, together[:parted])) < 0.1
     forced = eager.logits([prompt + a.token_ids])[0].log_softmax(-1)
-    for index, entry in enumerate(a.logprobs):
-        expected = forced[len(prompt) - 1 + index, entry.token_id].item()
-        assert abs(entry.logprob - expected) < 0.15, f"position {index + 1}: {entry.logprob} against {expected}"
+    gaps = [abs(e.logprob - forced[len(prompt) - 1 + i, e.token_id].item()) for i, e in enumerate(a.logprobs)]
+    print(f"against prefill: mean {sum(gaps) / steps:.4f}, largest {max(gaps):.3f} at position {gaps.index(max(gaps)) + 1}")
+    assert sum(gaps) / steps < 0.05 and max(gaps) < 0.5
 
 
 def test_no_host_sync_in_the_loop(engine):

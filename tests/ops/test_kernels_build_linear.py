@@ -1,4 +1,4 @@
-"""Every variant of the linear and expert kernels compiles for Hopper and Blackwell, within its registers and unspilled."""
+"""The linear and expert kernels compile for Hopper and Blackwell, without spills and within their registers."""
 
 import pytest
 
@@ -43,6 +43,14 @@ def test_linear(number, tokens, tail, arch):
 def test_experts(number, hidden, inter, arch):
     for plan in {p.defines(number): p for p in plans(number, hidden, inter, 8, 6)[:2]}.values():
         assert_fits(SOURCE, arch, plan.defines(number), plan.threads)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize("number", [BF16, FP4], ids=["bf16", "NVFP4"])
+def test_experts_of_many_tokens(number, gated, arch):
+    """Two blocks of 256 threads an SM."""
+    assert_fits("moe_prefill.cu", arch, (f"FMT={number}", f"GATE_UP={gated}"), 512)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

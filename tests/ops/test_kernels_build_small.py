@@ -4,6 +4,7 @@ import pytest
 
 from dsv4.ops.hyper_connection import Plan
 from dsv4.ops.kernels.build import compile_cubin
+from dsv4.ops.route import _split
 
 pytest.importorskip("cuda.core")
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -19,15 +20,16 @@ def variants():
     for hidden, experts in MODELS.values():
         for head, rows in ((0, 24), (1, 4)):
             for tokens in TOKENS:
-                plan = Plan.of(tokens, rows, 4 * hidden)
-                sizes = f"HEAD={head}", "N=4", f"H={hidden}", f"WARPS={plan.warps}", f"RPW={plan.rows}"
-                found["hyper_connection.cu", (*sizes, f"TT={plan.tokens}")] = 160
+                plan = Plan.of(tokens, rows, 4, hidden)
+                sizes = f"HEAD={head}", "N=4", f"H={hidden}", f"CLUSTER={plan.cluster}", f"WARPS={plan.warps}"
+                found["hyper_connection.cu", (*sizes, f"RPW={plan.rows}", f"TT={plan.tokens}")] = 128
         for is_float in (0, 1):
             found["hyper_connection.cu", ("N=4", f"H={hidden}", f"Y_FLOAT={is_float}")] = 80
-            split = 1 if hidden < 1024 else 4
-            sizes = f"H={hidden}", f"E={experts}", "TOP=6", f"GATE_FLOAT={is_float}", f"SPLIT={split}"
-            found["route.cu", (*sizes, "SETS=2")] = 128
-            found["route.cu", (*sizes, "SETS=6", "HASH=1")] = 80
+            split = _split(hidden)
+            sizes = f"H={hidden}", f"E={experts}", "TOP=6", f"GATE_FLOAT={is_float}"
+            for batch in (1, 4):
+                found["route.cu", (*sizes, f"SPLIT={split}", "SETS=2", f"BATCH={batch}")] = 128
+            found["route.cu", (*sizes, f"SPLIT={min(4, split)}", "SETS=6", "BATCH=1", "HASH=1")] = 80
     for dim, lanes in ((512, 32), (128, 16), (64, 8)):
         found["rope.cu", (f"D={dim}", f"ROPE={min(64, dim)}", f"LANES={lanes}")] = 40
         found["rope.cu", (f"VECTORS={dim // 8}",)] = 32

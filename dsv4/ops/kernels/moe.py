@@ -24,7 +24,7 @@ from dsv4.ops.kernels.stream import (
 ENTRIES = 512  # (token, choice) pairs of a decode launch
 MANY_ENTRIES = 32768  # and of a prefill launch, which keeps a float32 result of each
 DECODE_TOKENS = 64
-PREFILL_BYTES = 5 * 128 * 128  # of dynamic shared memory in a prefill block
+PREFILL_BYTES = 6 * 128 * 128  # of dynamic shared memory in a prefill block
 TILE = 128  # entries and weight rows of a prefill block
 SOURCE = "moe_experts.cu"
 

@@ -61,7 +61,7 @@ DEVICE __half2 decode_scale(u32 code) {
 }
 
 // x bf16 [*, k]; order int64 and bounds int64 of the entries; codes [count, rows_all, k]; out h bf16 [entries, rows] or float32
-// [entries, rows]. rows: inter or hidden. Dynamic shared memory: 5 * TILE_BYTES.
+// [entries, rows]. rows: inter or hidden. Dynamic shared memory: 6 * TILE_BYTES.
 KERNEL __launch_bounds__(THREADS, 2)
 moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* __restrict__ bounds,
             const i64* __restrict__ tile_ends, const float* __restrict__ weights, const u8* __restrict__ codes,
@@ -104,50 +104,52 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
       for (int i = 0; i < 4; ++i)
         copy16(at(a_tiles + c % STAGES * TILE_BYTES, tid / 8 + 32 * i, tid % 8), valid ? a_rows[i] + c * K * 2 : x, valid);
     }
-    copies_end();
   };
-  uint4 raw[FMT == FP4 ? 1 : 4];
-  u32 raw_scales = 0;
+  // NVFP4: a thread copies the codes and scales that it decodes itself. bf16: straight into the tile.
+  const u8* row_codes = codes + weight_row * (FMT == FP4 ? k / 2 : k * 2) + half * (FMT == FP4 ? 16 : 64);
+  const u8* row_scales = scales + weight_row * (k / 16);
+  const u32 own = b_tiles + 2 * TILE_BYTES + tid * 16, own_scales = own - tid * 16 + STAGES * THREADS * 16 + tid * 4;
   auto load_b = [&](int c) {
     if (c >= chunks) return;
+    const int stage = c % STAGES;
     if (FMT == FP4) {
-      raw[0] = __ldg(reinterpret_cast<const uint4*>(codes + weight_row * (k / 2) + c * (K / 2) + half * 16));
-      raw_scales = __ldg(reinterpret_cast<const unsigned short*>(scales + weight_row * (k / 16) + c * (K / 16) + half * 2));
+      copy16(own + stage * THREADS * 16, row_codes + c * (K / 2), true);
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(own_scales + stage * THREADS * 4),
+                   "l"(row_scales + c * (K / 16)) : "memory");
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        raw[i] = c * K + half * 32 + i * 8 < k
-                     ? __ldg(reinterpret_cast<const uint4*>(codes + (weight_row * k + c * K + half * 32 + i * 8) * 2))
-                     : make_uint4(0, 0, 0, 0);
+      for (int i = 0; i < 4; ++i) {
+        const bool valid = c * K + half * 32 + i * 8 < k;
+        copy16(at(b_tiles + stage * TILE_BYTES, b_row, half * 4 + i), valid ? row_codes + c * K * 2 + i * 16 : codes, valid);
+      }
     }
   };
-  auto store_b = [&](int c) {
-    const u32 to = b_tiles + (c & 1) * TILE_BYTES;
+  auto decode_b = [&](int c) {
+    if (FMT != FP4) return;
+    uint4 v;
+    u32 two;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(own + c % STAGES * THREADS * 16) : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(two) : "r"(own_scales + c % STAGES * THREADS * 4) : "memory");
+    two >>= half * 16;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint4 v = raw[FMT == FP4 ? 0 : i];
-      if (FMT == FP4) {
-        const u32 word = i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-        v = decode_fp4(word, decode_scale(raw_scales >> (i / 2 * 8)));
-      }
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at(to, b_row, half * 4 + i)), "r"(v.x), "r"(v.y), "r"(v.z),
-                   "r"(v.w) : "memory");
+      const uint4 d = decode_fp4(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w, decode_scale(two >> (i / 2 * 8)));
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at(b_tiles + (c & 1) * TILE_BYTES, b_row, half * 4 + i)),
+                   "r"(d.x), "r"(d.y), "r"(d.z), "r"(d.w) : "memory");
     }
   };
 
   float acc[4][4][4] = {};
   const int live_tiles = max(0, min(4, (live - wm * 64 + 15) / 16));
-  load_a(0);
-  load_a(1);
-  load_b(0);
+  for (int c = 0; c < STAGES - 1; ++c) load_a(c), load_b(c), copies_end();
   for (int c = 0; c < chunks; ++c) {
-    copies_wait<1>();
-    store_b(c);
+    copies_wait<STAGES - 2>();
+    decode_b(c);
     __syncthreads();
-    load_a(c + 2);
-    load_b(c + 1);
+    load_a(c + STAGES - 1), load_b(c + STAGES - 1), copies_end();
     if (live_tiles == 0) continue;
-    const u32 at_a = a_tiles + c % STAGES * TILE_BYTES, at_b = b_tiles + (c & 1) * TILE_BYTES;
+    const u32 at_a = a_tiles + c % STAGES * TILE_BYTES, at_b = b_tiles + (FMT == FP4 ? c & 1 : c % STAGES) * TILE_BYTES;
 #pragma unroll
     for (int s = 0; s < K / 16; ++s) {
       u32 b[2][4];

@@ -3,12 +3,12 @@
 // Bytes at one token: route_topk reads the gate, Flash 256 x 4096 bf16 2.10 MB (0.49 us at 4.25 TB/s), Pro 384 x 7168
 // 5.5 MB (1.3 us); route_hash six or eight of its rows, 49 / 115 KB.
 //
-// route_topk: a warp holds a part of one expert's row in registers and goes through its group's tokens; the last block
-// of a token group to finish selects, a warp a token. route_select is the selection alone, for logits from a matrix
-// product. route_hash: one block a token, SPLIT warps a picked expert.
+// route_topk: a warp holds a part of one expert's row in registers and goes through its group's tokens, BATCH at a time;
+// the last block of a token group to finish selects, a warp a token. route_select is the selection alone, for logits from
+// a matrix product. route_hash: one block a token, SPLIT warps a picked expert.
 //
-// Defines: H (a multiple of 8), E, TOP (k), GATE_FLOAT 0 or 1, SPLIT warps a row, SETS rows a block; HASH for route_hash, where SETS
-// is TOP.
+// Defines: H (a multiple of 8), E, TOP (k), GATE_FLOAT 0 or 1, SPLIT warps a row, SETS rows a block, BATCH 1, 2 or 4;
+// HASH for route_hash, where SETS is TOP and BATCH is 1.
 #include "common.cuh"
 
 constexpr int VECTORS = H / 8;
@@ -39,18 +39,30 @@ DEVICE void load_row(const void* gate, i64 row, int part, float (&w)[STEPS][8]) 
   }
 }
 
-DEVICE float dot_part(const uint4* x, int part, const float (&w)[STEPS][8]) {
-  float sum[8] = {}, one[8];
+// Sums of one part of a row with the same part of BATCH tokens, of which `count` exist; lane 0 gets the first token's, lane
+// 32 / BATCH the second's, and so on.
+DEVICE float dot_part(const uint4* x, int count, int part, const float (&w)[STEPS][8]) {
+  uint4 raw[BATCH][STEPS];
+  float sum[BATCH], one[8];
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
-    const int v = (s * SPLIT + part) * 32 + (threadIdx.x & 31);
-    if (v < VECTORS) {
-      unpack8(x[v], one);
+  for (int t = 0; t < BATCH; ++t)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = fmaf(w[s][i], one[i], sum[i]);
+    for (int s = 0; s < STEPS; ++s) {
+      const int v = (s * SPLIT + part) * 32 + (threadIdx.x & 31);
+      raw[t][s] = v < VECTORS && t < count ? x[t * static_cast<i64>(VECTORS) + v] : make_uint4(0, 0, 0, 0);
     }
+#pragma unroll
+  for (int t = 0; t < BATCH; ++t) {
+    float eight[8] = {};
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      unpack8(raw[t][s], one);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) eight[i] = fmaf(w[s][i], one[i], eight[i]);
+    }
+    sum[t] = ((eight[0] + eight[1]) + (eight[2] + eight[3])) + ((eight[4] + eight[5]) + (eight[6] + eight[7]));
   }
-  return warp_sum(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
+  return warp_sums(sum);
 }
 
 DEVICE float score(float logit) { return sqrtf(logit > 20.f ? logit : log1pf(expf(logit))); }
@@ -75,8 +87,9 @@ DEVICE void write_none(i64 token, int* experts, float* weights) {
 
 #ifndef HASH
 
-// One warp: the TOP largest of score + bias, ties to the lower expert.
-DEVICE void select(const float* logits, const float* bias, float scale, i64 token, int* experts, float* weights) {
+// One warp: the TOP largest of score + bias, ties to the lower expert. `scores` may be logits still.
+template <bool Logits>
+DEVICE void select(const float* scores, const float* bias, float scale, i64 token, int* experts, float* weights) {
   const int lane = threadIdx.x & 31;
   u32 key[PER_LANE];
   float s[PER_LANE];
@@ -86,7 +99,8 @@ DEVICE void select(const float* logits, const float* bias, float scale, i64 toke
     key[i] = 0;
     s[i] = 0.f;
     if (e < E) {
-      s[i] = score(__ldcg(logits + e));
+      s[i] = __ldcg(scores + e);
+      if (Logits) s[i] = score(s[i]);
       const u32 bits = __float_as_uint(s[i] + __ldg(bias + e) + 0.f);  // + 0: no negative zero
       key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
@@ -112,10 +126,10 @@ DEVICE void select(const float* logits, const float* bias, float scale, i64 toke
   write_picks(my_expert, my_score, scale, token, experts, weights);
 }
 
-// Blocks (SETS experts, `group` tokens). logits [T, E] is scratch.
+// Blocks (SETS experts, `group` tokens). scores [T, E] is scratch.
 KERNEL __launch_bounds__(WARPS * 32)
     route_topk(const uint4* __restrict__ x, const void* __restrict__ gate, const float* __restrict__ bias,
-               const i64* __restrict__ slots, int tokens, int group, float scale, float* logits,
+               const i64* __restrict__ slots, int tokens, int group, float scale, float* scores,
                int* __restrict__ experts, float* __restrict__ weights) {
   __shared__ float sums[MAX_GROUP][WARPS];
   const int warp = threadIdx.x >> 5, part = warp % SPLIT, first = blockIdx.y * group;
@@ -124,10 +138,10 @@ KERNEL __launch_bounds__(WARPS * 32)
   float w[STEPS][8];
   load_row(gate, expert < E ? expert : E - 1, part, w);
   wait_for_previous_kernel();  // the weights are under way
-  for (int t = first; t < last; ++t) {
-    if (slots[t] < 0) continue;
-    const float sum = dot_part(x + static_cast<i64>(t) * VECTORS, part, w);
-    if ((threadIdx.x & 31) == 0) sums[t - first][warp] = sum;
+  for (int t = first; t < last; t += BATCH) {
+    const float sum = dot_part(x + static_cast<i64>(t) * VECTORS, last - t, part, w);
+    const int lane = threadIdx.x & 31, at = lane / (32 / BATCH);
+    if (lane % (32 / BATCH) == 0 && t + at < last) sums[t + at - first][warp] = sum;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < (last - first) * SETS; i += WARPS * 32) {
@@ -135,12 +149,13 @@ KERNEL __launch_bounds__(WARPS * 32)
     float sum = 0.f;
 #pragma unroll
     for (int p = 0; p < SPLIT; ++p) sum += sums[t][set * SPLIT + p];
-    if (blockIdx.x * SETS + set < E) logits[static_cast<i64>(first + t) * E + blockIdx.x * SETS + set] = sum;
+    if (blockIdx.x * SETS + set < E)
+      scores[static_cast<i64>(first + t) * E + blockIdx.x * SETS + set] = score(sum);
   }
   if (!last_block(&arrivals[blockIdx.y], gridDim.x)) return;
   for (int t = first + warp; t < last; t += WARPS) {
     if (slots[t] < 0) write_none(t, experts, weights);
-    else select(logits + static_cast<i64>(t) * E, bias, scale, t, experts, weights);
+    else select<false>(scores + static_cast<i64>(t) * E, bias, scale, t, experts, weights);
   }
 }
 
@@ -151,7 +166,7 @@ KERNEL route_select(const float* __restrict__ logits, const float* __restrict__ 
   wait_for_previous_kernel();
   if (t >= tokens) return;
   if (slots[t] < 0) write_none(t, experts, weights);
-  else select(logits + static_cast<i64>(t) * E, bias, scale, t, experts, weights);
+  else select<true>(logits + static_cast<i64>(t) * E, bias, scale, t, experts, weights);
 }
 
 #else
@@ -172,7 +187,7 @@ KERNEL __launch_bounds__(WARPS * 32)
   const i64* picks = tid2eid + token_ids[t] * TOP;
   float w[STEPS][8];
   load_row(gate, picks[warp / SPLIT], warp % SPLIT, w);
-  const float sum = dot_part(x + t * VECTORS, warp % SPLIT, w);
+  const float sum = dot_part(x + t * VECTORS, 1, warp % SPLIT, w);
   if (lane == 0) sums[warp] = sum;
   __syncthreads();
   if (warp > 0) return;

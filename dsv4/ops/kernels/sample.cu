@@ -16,7 +16,7 @@
 constexpr int WARPS = THREADS / 32;
 constexpr int ROW = (V + 3) / 4;                                                // quads of a row
 constexpr int QUADS = (ROW + THREADS * CLUSTER - 1) / (THREADS * CLUSTER);  // quads of a thread
-static_assert(WARPS >= 8 && WARPS <= 32 && CLUSTER <= 8 && V <= 262144, "");
+static_assert(WARPS >= 8 && WARPS <= 32 && CLUSTER <= 16 && V <= 262144, "");
 
 // Gumbel noise lies in (-2.82, 16.64): a token this far below the largest logit cannot win.
 constexpr float REACH = 20.f;
