@@ -233,7 +233,7 @@ def test_sampling_flags_that_greedy_ignores(run, engine, args, ignored):
         (["--prompt", "-", "--prompt", "-"], "--prompt: found - more than once"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "a", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be a number >= 0 (0 is greedy), found -1.0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be in [0, 1e6] (0 is greedy), found -1.0"),
         (["--prompt", "a", "--top-k", "-2"], "top_k must be"),
         (["--prompt", "a", "--top-p", "nan"], "top_p must be"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be"),

@@ -67,13 +67,9 @@ def load(
     if dtype not in dtypes.values():
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float32 (bf16, fp32), found {dtype}")
     for name, value in (("max_batch", max_batch), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, found {value!r}")
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, but this PyTorch sees no CUDA device; use device='cpu'")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, found {device}")
+    device = _device(device)
     Cache(config, max_batch, max_context, dtype, "meta")  # refuses bad sizes before any weight is read
     tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").exists() else None
 
@@ -93,6 +89,22 @@ def load(
         checkpoint,
     )
     return Engine(runner, tokenizer, report)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """The device asked for; ValueError if there is none of that name here."""
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be cpu, cuda or cuda:N, found {device!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, found {str(device)!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            found = f"{count} of them" if count else "no CUDA device"
+            raise ValueError(f"device {device} was asked for, but PyTorch sees {found} here; use device='cpu' or another")
+    return device
 
 
 class Engine:
@@ -151,7 +163,7 @@ class Engine:
         as in SamplingParams; prompt i draws with seed + i, so a result does not depend on what runs beside it.
         Returns one Completion per prompt, in order. Raises ValueError before anything runs if any prompt is bad.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, (str, bytes)) or (isinstance(prompts, list) and prompts and type(prompts[0]) is int):
             prompts = [prompts]
         requests = self._requests(prompts, SamplingParams(max_new_tokens, **sampling))
         for _ in self.scheduler.run(requests):
@@ -207,16 +219,16 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("text prompts need a tokenizer, and the checkpoint folder has no tokenizer.json")
             ids = self.tokenizer.encode(prompt) if prompt else []
-        elif isinstance(prompt, (list, tuple)) and all(type(i) is int for i in prompt):
+        elif isinstance(prompt, (list, tuple)):
             ids = list(prompt)
         else:
             raise ValueError(f"prompt {index} must be a string or a list of token ids, found {type(prompt).__name__}")
         if not ids:
             raise ValueError(f"prompt {index} is empty; give at least one token")
         vocab, limit = self.config.vocab_size, self.cache.max_context
-        wrong = next((i for i in ids if not 0 <= i < vocab), None)
-        if wrong is not None:
-            raise ValueError(f"prompt {index} has token id {wrong}, but the vocabulary is 0..{vocab - 1}")
+        for i in ids:
+            if type(i) is not int or not 0 <= i < vocab:
+                raise ValueError(f"prompt {index} has token id {i!r}, but token ids are the integers 0..{vocab - 1}")
         if len(ids) > limit:
             raise ValueError(
                 f"prompt {index} has {len(ids)} tokens, but max_context is {limit}; load with a larger one"

@@ -1,6 +1,5 @@
 """What a user asks of a generation, checked, and what comes back."""
 
-import math
 import secrets
 from dataclasses import dataclass, field, replace
 
@@ -29,35 +28,36 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, off)
-        if self.seed is None:
-            object.__setattr__(self, "seed", secrets.randbits(62))
-
         def check(name: str, good: bool, expected: str) -> None:
             if not good:
                 raise ValueError(f"{name} must be {expected}, found {getattr(self, name)!r}")
 
-        number = {
-            name: isinstance(getattr(self, name), (int, float)) and math.isfinite(getattr(self, name))
-            for name in ("temperature", "top_p", "min_p", "repetition_penalty")
-        }
-        check("temperature", number["temperature"] and self.temperature >= 0, "a number >= 0 (0 is greedy)")
-        check("top_k", isinstance(self.top_k, int) and self.top_k >= -1, "an integer >= 1, or 0 or -1 for off")
-        check("top_p", number["top_p"] and 0 < self.top_p <= 1, "in (0, 1]")
-        check("min_p", number["min_p"] and 0 <= self.min_p <= 1, "in [0, 1]")
-        check("repetition_penalty", number["repetition_penalty"] and self.repetition_penalty > 0, "a number > 0")
-        check("seed", isinstance(self.seed, int) and 0 <= self.seed < 2**63, "an integer in [0, 2^63)")
-        tokens = self.max_new_tokens
-        check("max_new_tokens", tokens is None or (isinstance(tokens, int) and tokens >= 1), "an integer >= 1 or None")
-        count = self.logprobs
-        check("logprobs", count is None or (isinstance(count, int) and 0 <= count <= 64), "in 0..64 or None")
-        check("stop", all(isinstance(text, str) and text for text in stop), "non-empty strings")
-        check("stop_token_ids", all(isinstance(i, int) for i in self.stop_token_ids), "integers")
+        def number(name: str, low: float, high: float, expected: str, low_too: bool = True) -> None:
+            value = getattr(self, name)
+            good = type(value) in (int, float) and low <= value <= high and (low_too or value > low)  # NaN is neither
+            check(name, good, expected)
+
+        def whole(value: object, low: int, high: int = 2**31) -> bool:
+            return type(value) is int and low <= value < high
+
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            value = (value,) if isinstance(value, str) else () if value is None else value
+            check(name, isinstance(value, (list, tuple, set, frozenset)), "a list")
+            object.__setattr__(self, name, tuple(value))
+        check("stop", all(isinstance(text, str) and text for text in self.stop), "non-empty strings")
+        check("stop_token_ids", all(whole(i, 0) for i in self.stop_token_ids), "a list of token ids")
+        for name, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", secrets.randbits(62))):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        number("temperature", 0, 1e6, "in [0, 1e6] (0 is greedy)")
+        number("top_p", 0, 1, "in (0, 1]", low_too=False)
+        number("min_p", 0, 1, "in [0, 1]")
+        number("repetition_penalty", 0, 1e6, "in (0, 1e6]", low_too=False)
+        check("top_k", whole(self.top_k, -1), "an integer >= 1, or 0 or -1 for off")
+        check("seed", whole(self.seed, 0, 2**63), "an integer in [0, 2^63)")
+        check("max_new_tokens", self.max_new_tokens is None or whole(self.max_new_tokens, 1), "an integer >= 1 or None")
+        check("logprobs", self.logprobs is None or whole(self.logprobs, 0, 65), "in 0..64 or None")
 
     def for_prompt(self, index: int) -> "SamplingParams":
         """The same for prompt `index` of a list: its own seed, so that equal prompts draw differently."""

@@ -35,6 +35,11 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     return comb
 
 
+# Tokens up to which one launch does it all, and up to which hc_products multiplies; beyond that a matrix product does.
+_ONE_LAUNCH, _SMALL = 8, 64
+_WARPS = 8  # of hc_products and hc_finish
+
+
 @dataclass(frozen=True)
 class Plan:
     """How hc_collapse is spread: blocks a cluster, warps a block, rows of fn a warp, tokens a cluster."""
@@ -46,33 +51,58 @@ class Plan:
 
     @staticmethod
     def of(tokens: int, rows: int, n: int, hidden: int) -> "Plan":
-        """As measured best on an H200 for `rows` of fn [rows, n * hidden]."""
-        cluster = next(c for c in (16, 8, 4, 2, 1) if hidden % (8 * c) == 0)
-        group = 1 if tokens <= 8 else 2 if tokens <= 16 else 4 if tokens <= 64 else 8
-        a_warp = min(rows, 12 if group < 4 else 6)
+        """As measured best on an H200 for `rows` of fn [rows, n * hidden]: more than two clusters of 16 blocks hinder
+        each other, since a cluster must lie within one group of multiprocessors."""
+        most = 16 if tokens <= 2 else 8
+        cluster = next(c for c in (16, 8, 4, 2, 1) if c <= most and hidden % (8 * c) == 0)
+        a_warp = min(rows, 6)
         tiles = -(-n * hidden // cluster // 128) * -(-rows // a_warp)
-        return Plan(cluster, max(group + 1, 4, min(tiles, 28 if group < 4 else 16)), a_warp, group)
+        return Plan(cluster, max(4, min(tiles, 32)), a_warp, 1)
+
+
+def _split(fn: Tensor) -> Tensor:
+    """float32 fn [rows, K] -> bf16 [3 * rows, K] whose three parts add up to fn, to 2^-24 of each value."""
+    high = fn.to(torch.bfloat16)
+    rest = fn - high.float()
+    middle = rest.to(torch.bfloat16)
+    return torch.cat((high, middle, (rest - middle.float()).to(torch.bfloat16)))
 
 
 def _collapse(name, streams, fn, base, scale, norm_weight, eps, hc_eps, iterations=0, post=None, comb=None, plan=None):
-    """Launch hc_collapse: with post and comb hc_pre, without them hc_head. Returns x."""
+    """With post and comb hc_pre, without them hc_head. Returns x."""
     tokens, n, hidden = streams.shape
     streams = streams.contiguous()
     require_tensors(name, torch.bfloat16, streams=streams)
     require_tensors(name, torch.float32, fn=fn, base=base, scale=scale, norm_weight=norm_weight)
-    require(name, hidden % 8 == 0, f"hidden must be a multiple of 8, found {hidden}")
+    require(name, hidden % 8 == 0 and hidden <= 8192, f"hidden must be a multiple of 8 up to 8192, found {hidden}")
     require(name, 1 <= n <= 4, f"1 to 4 streams, found {n}")
     rows = n if post is None else 2 * n + n * n
     require(name, fn.shape == (rows, n * hidden), f"fn must be {(rows, n * hidden)}, found {tuple(fn.shape)}")
     x = streams.new_empty((tokens, hidden))
-    if tokens:
+    if tokens == 0:
+        return x
+    sizes = f"HEAD={int(post is None)}", f"N={n}", f"H={hidden}"
+    constants = base, scale, norm_weight, eps, hc_eps, iterations
+    if plan or tokens <= _ONE_LAUNCH:
         plan = plan or Plan.of(tokens, rows, n, hidden)
-        sizes = f"HEAD={int(post is None)}", f"N={n}", f"H={hidden}", f"CLUSTER={plan.cluster}", f"WARPS={plan.warps}"
-        launch = kernel("hyper_connection.cu", "hc_collapse", *sizes, f"RPW={plan.rows}", f"TT={plan.tokens}")
+        spread = f"CLUSTER={plan.cluster}", f"WARPS={plan.warps}", f"RPW={plan.rows}", f"TT={plan.tokens}"
+        launch = raised(kernel("hyper_connection.cu", "hc_collapse", *sizes, *spread), 0, plan.cluster)
         cluster = {"cluster": plan.cluster} if plan.cluster > 1 else {}
-        arguments = streams, fn, base, scale, norm_weight, eps, hc_eps, iterations, tokens, x, post, comb
-        groups = -(-tokens // plan.tokens)
-        raised(launch, 0, plan.cluster)(groups, 32 * plan.warps, *arguments, pdl=True, **cluster)
+        arguments = streams, fn, *constants, tokens, x, post, comb
+        launch(-(-tokens // plan.tokens), 32 * plan.warps, *arguments, pdl=True, **cluster)
+        return x
+    sizes = *sizes, f"WARPS={_WARPS}"
+    if tokens <= _SMALL:
+        groups = -(-tokens // 8)
+        parts = min(-(-n * hidden // 128), max(1, 256 // groups))
+        products = fn.new_empty((tokens, parts, rows))
+        launch = kernel("hyper_connection.cu", "hc_products", *sizes)
+        launch((parts, groups), 32 * _WARPS, streams, fn, tokens, products, pdl=True)
+    else:
+        parts = 3
+        products = torch.mm(streams.flatten(1), _split(fn).t(), out_dtype=torch.float32)
+    launch = kernel("hyper_connection.cu", "hc_finish", *sizes)
+    launch(tokens, 32 * (_WARPS + 1), streams, products, *constants, parts, x, post, comb, pdl=True)
     return x
 
 

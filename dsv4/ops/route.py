@@ -31,7 +31,7 @@ def _outputs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return x.new_empty((x.shape[0], k), dtype=torch.int32), x.new_empty((x.shape[0], k), dtype=torch.float32)
 
 
-_GROUP = 8  # tokens whose selection one block does
+_GROUPS = 4, 16  # tokens whose selection one block does: up to 8 tokens, beyond
 _SETS = 2  # experts a block
 _SMALL = 64  # tokens up to which the gate is read by route_topk, beyond by a matrix product
 
@@ -76,10 +76,11 @@ def _route_topk_cuda(x, gate, bias, slots, k, scale):
         launch(-(-tokens // 4), 128, logits, bias, slots, tokens, scale, experts, weights, pdl=True)
     elif tokens:
         scores = bias.new_empty((tokens, count))
-        grid = -(-count // _SETS), -(-tokens // _GROUP)
+        group = _GROUPS[tokens > 8]
+        grid = -(-count // _SETS), -(-tokens // group)
         threads = 32 * _SETS * _split(x.shape[1])
         launch = kernel("route.cu", "route_topk", *defines)
-        launch(grid, threads, x, gate, bias, slots, tokens, _GROUP, scale, scores, experts, weights, pdl=True)
+        launch(grid, threads, x, gate, bias, slots, tokens, group, scale, scores, experts, weights, pdl=True)
     return experts, weights
 
 

@@ -146,8 +146,17 @@ def test_shapes_agree(draw):
     """Other divisions of the work than the one chosen."""
     args = inputs(draw, make_batch([(0, 2100, 2101), (1, 700, 702)]), "picks", 64)
     base = shape_for(1, 64, 512)
-    for changes in ({"cluster": 1}, {"cluster": 2}, {"cluster": 4}, {"cluster": 8}, {"cluster": 16}, {"kt": 32, "stages": 3},
-                    {"mh": 2, "kt": 32, "cluster": 4}, {"mh": 2, "wd": 4, "cluster": 8}, {"wd": 4}):  # fmt: skip
+    for changes in (
+        {"cluster": 1},
+        {"cluster": 2},
+        {"cluster": 4},
+        {"cluster": 8},
+        {"cluster": 16},
+        {"kt": 32, "stages": 3},
+        {"mh": 2, "kt": 32, "stages": 3, "cluster": 4},
+        {"mh": 2, "wd": 4, "cluster": 8},
+        {"wd": 4},
+    ):
         poison(*args[0].shape)
         check(args, attend_cuda(*args, shape=base._replace(**changes)))
 

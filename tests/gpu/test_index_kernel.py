@@ -1,4 +1,4 @@
-"""The index_topk kernels against the reference: bit for bit the same set where scores are exact, else the same scores."""
+"""The index_topk kernels against the reference: the same set where scores are exact, else the same scores."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ NAN = float("nan")
 
 
 def inputs(draw, visible, heads=64, dim=128, blocks=None, rate=4, topk=512, exact=True):
-    """One token a slot that sees `visible[slot]` blocks (None: idle). Exact: small integers, so that scores are integers
+    """One token a slot that sees `visible[slot]` blocks (None: idle). Exact: small integers, so scores are integers
     far below 2^24 and most are equal to others. Blocks that are not visible are NaN."""
     blocks = blocks or max(v or 0 for v in visible) + 3
     segments = [(-1, 0, 1) if v is None else (s, v * rate, v * rate + 1) for s, v in enumerate(visible)]

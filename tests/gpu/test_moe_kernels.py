@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # experts, hidden, inter, choices: tiny, odd, Flash's widths, Pro's widths
 SHAPES = [(16, 256, 128, 4), (6, 512, 192, 2), (12, 4096, 2048, 6), (8, 7168, 3072, 6)]
-TOKENS = (1, 2, 3, 8, 20, 32, 64, 100, 300)
+TOKENS = (1, 2, 8, 20, 64, 100, 300)
 NEAR = 1e-3  # h is rounded to bf16 in both; a sum that differs in its last bits rounds the other way now and then
 
 

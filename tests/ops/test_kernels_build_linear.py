@@ -41,7 +41,7 @@ def test_linear(number, tokens, tail, arch):
 @pytest.mark.parametrize("number", [BF16, FP4], ids=["bf16", "NVFP4"])
 @pytest.mark.parametrize("hidden, inter", [(4096, 2048), (256, 96)], ids=["Flash", "odd"])
 def test_experts(number, hidden, inter, arch):
-    for plan in {p.defines(number): p for p in plans(number, hidden, inter, 8, 6)[:2]}.values():
+    for plan in {p.defines(number): p for p in plans(number, hidden, inter, 8, 6, 256, 132)[:2]}.values():
         assert_fits(SOURCE, arch, plan.defines(number), plan.threads)
 
 
@@ -84,5 +84,5 @@ def test_the_models_fit_into_shared_memory(model, tokens):
 def test_experts_fit_into_shared_memory():
     for hidden, inter in ((4096, 2048), (7168, 3072)):
         for tokens in (1, 8, 32):
-            up, down, one = plans(FP4, hidden, inter, tokens, 6)
+            up, down, one = plans(FP4, hidden, inter, tokens, 6, 256, 132)
             assert min(up.stages, down.stages) >= 3 and one == (tokens == 1)

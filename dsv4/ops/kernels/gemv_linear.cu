@@ -104,11 +104,13 @@ linear(const __nv_bfloat16* __restrict__ x, const u8* __restrict__ codes, const 
       cluster_arrive();
       cluster_wait();
     } else {
-      __syncthreads();
+      group_barrier(rw);
     }
     const int end = (group + 1) * group_rows;
+    const int begin_o = ranks > 1 ? threadIdx.x + rank * THREADS : rw * PART + threadIdx.x % (KW * 32);
+    const int end_o = ranks > 1 ? RW * PART : (rw + 1) * PART, step_o = ranks > 1 ? THREADS * ranks : KW * 32;
 #pragma unroll 1
-    for (int o = threadIdx.x + rank * THREADS; o < RW * PART; o += THREADS * ranks) {
+    for (int o = begin_o; o < end_o; o += step_o) {
       const float* part = parts + o / PART * KW * PART + o % PART;
       const int m = o % PART / 128 * 8 + o % 8, row = group * group_rows + item % group_tiles * 16 * RW + o / PART * 16 + o % 128 / 8;
       if (m >= tokens || row >= end) continue;

@@ -8,20 +8,23 @@
 // their sums through distributed shared memory. Then each block collapses its channels (a second exchange gives the
 // norm), while one warp of the first block takes the Sinkhorn steps, a token a lane.
 //
-// Defines: HEAD 0 or 1, N streams, H hidden, CLUSTER (H / CLUSTER a multiple of 8), WARPS, RPW rows a warp, TT; for
-// hc_post: N, H, Y_FLOAT.
+// More tokens take two launches: hc_products (beyond 64 tokens a matrix product, see the op) and hc_finish.
+//
+// Defines: HEAD 0 or 1, N streams, H hidden, WARPS; for hc_collapse CLUSTER (H / CLUSTER a multiple of 8), RPW rows a
+// warp, TT; for hc_post: N, H, Y_FLOAT.
 #include "common.cuh"
 
 constexpr int K = N * H;
 
 #ifdef HEAD
 constexpr int ROWS = HEAD ? N : 2 * N + N * N;
+constexpr int THREADS = WARPS * 32;
+#ifdef CLUSTER
 constexpr int SUMS = TT * (ROWS + 1);       // the last row is the square of the streams
 constexpr int SLICE = H / CLUSTER;          // channels of a block
 constexpr int COLUMNS = N * SLICE;
 constexpr int CHUNKS = (COLUMNS + 127) / 128;  // a warp's step: 32 lanes x 4 columns
 constexpr int ROW_GROUPS = (ROWS + RPW - 1) / RPW;
-constexpr int THREADS = WARPS * 32;
 constexpr int COLLAPSERS = THREADS - 32;    // the last warp has the Sinkhorn steps
 constexpr int VECTORS = SLICE / 8;
 constexpr int ITEMS = TT * VECTORS;
@@ -30,8 +33,21 @@ constexpr int HELD = TT * (RPW + 1);        // sums a lane accumulates
 constexpr int AT_ONCE = HELD <= 4 ? 4 : HELD <= 8 ? 8 : HELD <= 16 ? 16 : 32;
 constexpr int PADDED = (HELD + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
 static_assert(H % (8 * CLUSTER) == 0 && TT <= 8 && TT < WARPS, "");
+#endif
 
 DEVICE float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
+
+// Vector number v of the output.
+DEVICE uint4 normalised(uint4 collapsed, const float* norm_weight, int v, float rms) {
+  const float4* weight = reinterpret_cast<const float4*>(norm_weight) + 2 * v;
+  const float4 a = __ldg(weight), b = __ldg(weight + 1);
+  const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  float value[8];
+  unpack8(collapsed, value);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) value[i] = value[i] * rms * w[i];
+  return pack8(value);
+}
 
 // The four (N) reciprocals by one division.
 DEVICE void reciprocals(const float (&x)[N], float (&r)[N]) {
@@ -90,6 +106,8 @@ DEVICE void mix(const float* m, const float* base, const float* scale, float hc_
 #pragma unroll
     for (int j = 0; j < N; ++j) comb[i * N + j] = k[i][j] * by_row[i] * by_column[j];
 }
+
+#ifdef CLUSTER
 
 KERNEL __launch_bounds__(THREADS, 1)
     hc_collapse(const u16* __restrict__ streams, const float* __restrict__ fn, const float* __restrict__ base,
@@ -224,20 +242,129 @@ KERNEL __launch_bounds__(THREADS, 1)
   for (int p = 0; p < PER_THREAD; ++p) {
     const int item = p * COLLAPSERS + threadIdx.x, t = item / VECTORS;
     if (item >= ITEMS || token0 + t >= tokens) continue;
-    float sum = 0.f, value[8];
+    float sum = 0.f;
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) sum += norms[r][t];
     const float rms = rsqrtf(sum * (1.f / H) + eps);
     const int v = rank * VECTORS + item % VECTORS;
-    const float4* weight = reinterpret_cast<const float4*>(norm_weight) + 2 * v;
-    const float4 a = __ldg(weight), b = __ldg(weight + 1);
-    const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    unpack8(collapsed[p], value);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) value[i] = value[i] * rms * w[i];
-    x_out[(token0 + t) * (H / 8) + v] = pack8(value);
+    x_out[(token0 + t) * (H / 8) + v] = normalised(collapsed[p], norm_weight, v, rms);
   }
 }
+
+#else
+
+constexpr int RPW = (ROWS + WARPS - 1) / WARPS, UNITS = (K + 127) / 128, TT = 8;
+constexpr int HELD = RPW * TT, PADDED = HELD <= 8 ? 8 : HELD <= 16 ? 16 : 32;
+constexpr int VECTORS = H / 8, PER_THREAD = (VECTORS + THREADS - 1) / THREADS;
+static_assert(HELD <= 32 && ROWS <= THREADS, "");
+
+// Blocks (part of the columns, 8 tokens): products [T, gridDim.x, ROWS] of the streams with fn, a sum a part.
+KERNEL __launch_bounds__(THREADS)
+    hc_products(const u16* __restrict__ streams, const float* __restrict__ fn, int tokens,
+                float* __restrict__ products) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * RPW;
+  const i64 token0 = static_cast<i64>(blockIdx.y) * TT;
+  float acc[PADDED] = {};
+  wait_for_previous_kernel();
+#pragma unroll 2
+  for (int unit = blockIdx.x; unit < UNITS; unit += gridDim.x) {
+    const int column = unit * 128 + lane * 4;
+    if (column >= K) continue;
+    float4 w[RPW];
+#pragma unroll
+    for (int i = 0; i < RPW; ++i)
+      w[i] = first + i < ROWS ? __ldg(reinterpret_cast<const float4*>(fn + static_cast<i64>(first + i) * K + column))
+                              : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int t = 0; t < TT; ++t) {
+      uint2 v = make_uint2(0, 0);
+      if (token0 + t < tokens) v = __ldg(reinterpret_cast<const uint2*>(streams + (token0 + t) * K + column));
+      const float4 x = make_float4(bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y));
+#pragma unroll
+      for (int i = 0; i < RPW; ++i) acc[t * RPW + i] = dot4(w[i], x, acc[t * RPW + i]);
+    }
+  }
+  const float sum = warp_sums(acc);
+  const int index = reduced_index<PADDED>(), row = first + index % RPW;
+  const i64 token = token0 + index / RPW;
+  if (lane % (32 / PADDED) == 0 && index < HELD && row < ROWS && token < tokens)
+    products[(token * gridDim.x + blockIdx.x) * ROWS + row] = sum;
+}
+
+// One block a token: the rest of hc_collapse, from products [T, parts, ROWS]. The last warp has the Sinkhorn steps.
+KERNEL __launch_bounds__(THREADS + 32)
+    hc_finish(const uint4* __restrict__ streams, const float* __restrict__ products, const float* __restrict__ base,
+              const float* __restrict__ scale, const float* __restrict__ norm_weight, float eps, float hc_eps,
+              int iterations, int parts, uint4* __restrict__ x_out, float* __restrict__ post,
+              float* __restrict__ comb) {
+  constexpr int SPREAD = THREADS / ROWS;  // threads that share a row's parts
+  __shared__ float some[SPREAD][ROWS], m[ROWS], scratch[2][WARPS], total[1];
+  const int warp = threadIdx.x >> 5;
+  const i64 token = blockIdx.x;
+  uint4 x[PER_THREAD][N];
+  wait_for_previous_kernel();
+  if (warp < WARPS) {
+    float square = 0.f, one[8];
+#pragma unroll
+    for (int p = 0; p < PER_THREAD; ++p)
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const int v = p * THREADS + threadIdx.x;
+        x[p][n] = v < VECTORS ? streams[(token * N + n) * VECTORS + v] : make_uint4(0, 0, 0, 0);
+      }
+    if (threadIdx.x < SPREAD * ROWS) {
+      float sum = 0.f;
+      for (int part = threadIdx.x / ROWS; part < parts; part += SPREAD)
+        sum += products[(token * parts + part) * ROWS + threadIdx.x % ROWS];
+      some[threadIdx.x / ROWS][threadIdx.x % ROWS] = sum;
+    }
+#pragma unroll
+    for (int p = 0; p < PER_THREAD; ++p)
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        unpack8(x[p][n], one);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) square = fmaf(one[i], one[i], square);
+      }
+    square = block_sum<WARPS>(square, scratch[0], 1);
+    if (threadIdx.x < ROWS) {
+      float sum = 0.f;
+      for (int i = 0; i < SPREAD; ++i) sum += some[i][threadIdx.x];
+      m[threadIdx.x] = sum * rsqrtf(square * (1.f / K) + eps);
+    }
+  }
+  __syncthreads();
+  if (warp == WARPS) {
+    if (!HEAD && threadIdx.x == THREADS) mix(m, base, scale, hc_eps, iterations, post + token * N, comb + token * N * N);
+    return;
+  }
+  float pre[N], square = 0.f, one[8];
+  uint4 collapsed[PER_THREAD];
+#pragma unroll
+  for (int n = 0; n < N; ++n) pre[n] = sigmoid(m[n] * scale[0] + base[n]) + hc_eps;
+#pragma unroll
+  for (int p = 0; p < PER_THREAD; ++p) {
+    float sum[8] = {};
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      unpack8(x[p][n], one);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[i] = fmaf(pre[n], one[i], sum[i]);
+    }
+    collapsed[p] = pack8(sum);
+    unpack8(collapsed[p], sum);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) square = fmaf(sum[i], sum[i], square);
+  }
+  const float rms = rsqrtf(block_sum<WARPS>(square, scratch[1], 1) * (1.f / H) + eps);
+#pragma unroll
+  for (int p = 0; p < PER_THREAD; ++p) {
+    const int v = p * THREADS + threadIdx.x;
+    if (v < VECTORS) x_out[token * VECTORS + v] = normalised(collapsed[p], norm_weight, v, rms);
+  }
+}
+
+#endif
 
 #else
 

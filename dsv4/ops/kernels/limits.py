@@ -1,4 +1,4 @@
-"""Launch limits that a kernel must be given before it may use them: shared memory past 48 KB, clusters past 8 blocks."""
+"""Launch limits that a kernel must be given before use: shared memory past 48 KB, clusters past 8 blocks."""
 
 import functools
 

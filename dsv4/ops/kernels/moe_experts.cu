@@ -130,15 +130,18 @@ DEVICE void segments(const Arguments& p) {
   const int pitch = activation_pitch(slice);
   const u8* columns[1];
   int staged = -1, count = 0;
-  float low_scale = 1.f, high_scale = 1.f;
+  float low_scale = 1.f, high_scale = 1.f, weight = 0.f;
   for (int item = first; item < last; ++item) {
     const int segment = item / tiles;
     if (segment != staged) {
-      const int expert = routing.expert[routing.segment[segment]];
+      const int lead = routing.segment[segment], expert = routing.expert[lead];
+      if (GateUp) weight = p.weights[lead];
       low_scale = RAW * (FMT == FP4 ? __ldg(p.scale_2 + (GateUp ? expert * 2 : expert)) : 1.f);
       high_scale = RAW * (FMT == FP4 && GateUp ? __ldg(p.scale_2 + expert * 2 + 1) : 1.f);
-      count = stage_segment(routing, sh, pitch, p.x, p.weights, p.k, slice.steps, segment, p.entries, p.divisor);
-      lane_columns(sh.activations(), pitch, 0, count, columns);
+      if (staged < 0 || !routing.single) {  // one token: its activations stay
+        count = stage_segment(routing, sh, pitch, p.x, p.weights, p.k, slice.steps, segment, p.entries, p.divisor);
+        lane_columns(sh.activations(), pitch, 0, count, columns);
+      }
       staged = segment;
     }
     float acc[CHAINS][1][4] = {};
@@ -149,18 +152,18 @@ DEVICE void segments(const Arguments& p) {
     }
     float* parts = sh.parts((item - first) & 1);
     deposit(parts, sh.inverse(), acc);
-    __syncthreads();
-    constexpr int OUTPUTS = TILE * 8;
-    for (int o = threadIdx.x; o < OUTPUTS; o += THREADS) {
-      const int column = o % 8, row = item % tiles * TILE + o / 8;
+    group_barrier(rw);
+    constexpr int OUTPUTS = TILE / RW * 8;
+    for (int o = threadIdx.x % (KW * 32); o < OUTPUTS; o += KW * 32) {
+      const int column = o % 8, row = item % tiles * TILE + rw * (TILE / RW) + o / 8;
       if (column >= count || row >= p.rows) continue;
-      const i64 entry = routing.column[column];
-      const float* part = parts + o / (OUTPUTS / RW) * KW * PART + o % (OUTPUTS / RW);
+      const i64 entry = routing.single ? routing.segment[segment] : routing.column[column];
+      const float* part = parts + rw * KW * PART + o;
       const float value = add_parts(part) * low_scale;
       if (GateUp) {
         const float gate = fminf(value, p.limit), up = fminf(fmaxf(add_parts(part + 64) * high_scale, -p.limit), p.limit);
         static_cast<__nv_bfloat16*>(p.out)[entry * p.rows + row] =
-            __float2bfloat16(gate / (1.f + __expf(-gate)) * up * routing.weight[column]);
+            __float2bfloat16(gate / (1.f + __expf(-gate)) * up * (routing.single ? weight : routing.weight[column]));
       } else {
         static_cast<float*>(p.out)[entry * p.rows + row] = value;
       }

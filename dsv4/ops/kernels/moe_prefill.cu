@@ -81,6 +81,7 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
   }
   const i64 first = bounds[expert] + (tile - (expert ? tile_ends[expert - 1] : 0)) * M;
   const int live = static_cast<int>(min(static_cast<i64>(M), bounds[expert + 1] - first));
+  const int live_rows = (live + 15) / 16 * 16;  // rows that are multiplied
   const int n0 = blockIdx.x * (GATE_UP ? N / 2 : N);
 
   // Activations: this thread copies pieces tid % 8 of rows tid / 8 + 32 i.
@@ -102,7 +103,8 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
       const bool valid = c * K + tid % 8 * 8 < k;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        copy16(at(a_tiles + c % STAGES * TILE_BYTES, tid / 8 + 32 * i, tid % 8), valid ? a_rows[i] + c * K * 2 : x, valid);
+        if (tid / 8 + 32 * i < live_rows)
+          copy16(at(a_tiles + c % STAGES * TILE_BYTES, tid / 8 + 32 * i, tid % 8), valid ? a_rows[i] + c * K * 2 : x, valid);
     }
   };
   // NVFP4: a thread copies the codes and scales that it decodes itself. bf16: straight into the tile.

@@ -130,14 +130,15 @@ DEVICE u64 cluster_best(Cluster& k, u64 best, float& top, float& sum) {
   return best;
 }
 
-// use(value, token) for all values of this thread.
+// use(value, token) for all values of this thread, but for quads that lie below `floor` as a whole.
 template <class Use>
-DEVICE void each_value(const float4* scaled, int rank, Use use) {
+DEVICE void each_value(const float4* scaled, int rank, float floor, Use use) {
 #pragma unroll 1
   for (int q = 0; q < QUADS; ++q) {
     const int quad = quad_of(q, rank);
     if (quad >= ROW) break;
     const float4 v = scaled[quad];
+    if (fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) < floor) continue;  // never with a floor that is NaN
     use(v.x, quad * 4);
     use(v.y, quad * 4 + 1);
     use(v.z, quad * 4 + 2);
@@ -153,7 +154,7 @@ DEVICE void narrow(Cluster& k, float4* scaled, float top, float bound) {
 #pragma unroll 1
   for (int shift = 29;; shift = shift > 2 ? shift - 3 : 0) {
     float sums[7] = {};
-    each_value(scaled, k.rank, [&](float x, int) {
+    each_value(scaled, k.rank, from_ordered(threshold + (1u << shift)), [&](float x, int) {
       const float weight = Mass ? expf(x - top) : 1.f;
       const u32 key = ordered(x);
 #pragma unroll
@@ -167,7 +168,7 @@ DEVICE void narrow(Cluster& k, float4* scaled, float top, float bound) {
     if (shift == 0) break;
   }
   float parts[2] = {};  // what lies above the threshold, and how many tokens stand on it
-  each_value(scaled, k.rank, [&](float x, int) {
+  each_value(scaled, k.rank, from_ordered(threshold), [&](float x, int) {
     const u32 key = ordered(x);
     if (key > threshold) parts[0] += Mass ? expf(x - top) : 1.f;
     if (key == threshold) parts[1] += 1.f;
@@ -182,7 +183,7 @@ DEVICE void narrow(Cluster& k, float4* scaled, float top, float bound) {
 #pragma unroll 1
     for (int shift = 15; shift >= 0; shift -= 3) {
       float sums[7] = {};
-      each_value(scaled, k.rank, [&](float x, int token) {
+      each_value(scaled, k.rank, from_ordered(threshold), [&](float x, int token) {
         const float weight = ordered(x) == threshold ? 1.f : 0.f;
 #pragma unroll
         for (int i = 0; i < 7; ++i) sums[i] += token < cutoff + ((i + 1) << shift) ? weight : 0.f;
@@ -340,7 +341,7 @@ KERNEL __launch_bounds__(THREADS, 1)
       if (count) narrow<false>(k, scaled, largest, static_cast<float>(top_k));
       if (mass) {
         float total[1] = {};
-        each_value(scaled, rank, [&](float x, int) { total[0] += expf(x - largest); });
+        each_value(scaled, rank, NEG_INF, [&](float x, int) { total[0] += expf(x - largest); });
         cluster_sums(k, total);
         narrow<true>(k, scaled, largest, fmaxf(top_p * total[0], 1e-30f));
       }

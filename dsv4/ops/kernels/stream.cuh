@@ -298,6 +298,12 @@ DEVICE void deposit(float* parts, const float* inverse, const float (&acc)[CHAIN
   }
 }
 
+// A barrier among the KW warps of a row group, so that the groups need not wait for each other.
+DEVICE void group_barrier(int group) {
+  if (KW == 1) __syncwarp();
+  else barrier(1 + group, KW * 32);
+}
+
 // Sum of KW warps' values at `part`, in fixed order.
 DEVICE float add_parts(const float* part) {
   float sum = part[0];

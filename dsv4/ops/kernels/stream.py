@@ -88,12 +88,12 @@ def clocks(form: Format, plan: Plan, tokens: int, n: int, k: int, groups: int, s
     rw, steps = plan.warps // plan.kw, steps_of(form, k, plan.ranks)
     tiles = groups * -(-(n // groups) // (16 * rw))
     items = -(-tiles // min(tiles, clusters(sms, plan.ranks)))
-    step = (60, 150, 300)[form.number] + (2, 4, 8)[form.number] * 3 * plan.tiles
+    step = (120, 280, 560)[form.number] + (2, 4, 8)[form.number] * 4 * (plan.tiles - 1)
     issue = items * -(-steps // plan.kw) * plan.warps / 4 * step
     in_flight = plan.stages * plan.warps * 2304
     bandwidth = items * rw * steps * (2304 if form.number == FP4 else 2048) / (17 * min(1, in_flight / 65536))
     outputs = -(-plan.tiles * 128 * rw // (plan.threads * plan.ranks))
-    tile = 200 + outputs * (30 + 6 * plan.kw * plan.ranks) + (500 if plan.ranks > 1 else 0)
+    tile = 800 + outputs * (30 + 6 * plan.kw * plan.ranks) + (1000 if plan.ranks > 1 else 0)
     stage = 1000 + tokens * steps * form.step_values / 8 / plan.threads * 30
     return max(issue, bandwidth) + items * tile + stage
 
