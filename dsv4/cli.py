@@ -58,12 +58,13 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> Parser:
     """The parser with all subcommands; each sets `run`, a function of the parsed arguments that returns the status."""
     from dsv4 import __version__
+    from dsv4.bench import add_bench
 
     parser = Parser(prog="dsv4", description="DeepSeek-V4 inference in plain PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dsv4 {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    # further subcommands are added here, each by a function like this one
     add_generate(commands)
+    add_bench(commands)  # further commands get a module of their own, as this one
     return parser
 
 

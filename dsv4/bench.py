@@ -1,0 +1,255 @@
+"""dsv4 bench: how long a decode step takes against the bytes that it has to read.
+
+Random weights of a release's widths and formats are made on the device, with fewer layers than the release (a whole
+Flash does not fit one GPU) but the same CSA/HCA alternation, top-k routing and full head. The step is the product's own:
+one compiled graph, captured, replayed. Two depths give the cost of a layer and of what lies outside the layers.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import time
+from functools import partial
+
+GIB = 2**30
+
+
+def add_bench(commands) -> None:
+    """The parser of `dsv4 bench`."""
+    parser = commands.add_parser(
+        "bench",
+        help="time the decode step on random weights (needs a CUDA device)",
+        description="Time the captured decode step at a release's widths on random weights, at one or two depths.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--widths", choices=("flash", "pro"), default="flash", help="default: flash")
+    parser.add_argument("--layers", default="6,12", metavar="N[,M]", help="depths; default: 6,12")
+    parser.add_argument("--batch", default="1", metavar="B[,B...]", help="sequences decoded together; default: 1")
+    parser.add_argument("--context", type=int, default=4096, metavar="N", help="position of the timed step; default: 4096")
+    parser.add_argument("--format", default="nvfp4-experts", metavar="NAME", help="nvfp4-experts (default) or bf16")
+    parser.add_argument("--replays", type=int, default=200, metavar="N", help="timed replays; default: 200")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.set_defaults(run=bench)
+
+
+def parse_numbers(name: str, text: str, most: int) -> list[int]:
+    """Positive integers of a comma-separated list; ValueError that names the flag."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= most or min(numbers, default=0) < 1:
+        raise ValueError(f"{name} must be 1 to {most} positive integers separated by commas, found {text!r}")
+    return numbers
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run the benchmark and print it."""
+    import torch
+
+    layers = sorted(set(parse_numbers("--layers", args.layers, 2)))
+    batches = parse_numbers("--batch", args.batch, 8)
+    if args.context < 1 or args.replays < 10:
+        raise ValueError(f"--context must be at least 1 and --replays at least 10, found {args.context}, {args.replays}")
+    if not torch.cuda.is_available():
+        raise ValueError("bench needs a CUDA device, and PyTorch sees none; nothing was run")
+    bandwidth = copy_bandwidth()
+    results = []
+    for depth in layers:
+        results += measure(args, depth, batches)
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "copy_bytes_per_second": bandwidth,
+        **{key: getattr(args, key) for key in ("widths", "format", "context", "replays")},
+        "steps": results,
+        "layer": per_layer(results, bandwidth),
+    }
+    print(json.dumps(report) if args.json else text(report))
+    return 0
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a large device copy: the ceiling that the floors are computed with."""
+    import torch
+
+    source = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    seconds = time_replays(lambda: target.copy_(source), 10)
+    return 2 * source.nbytes / statistics.median(seconds)
+
+
+def time_replays(run, count: int) -> list[float]:
+    """Seconds of each of `count` calls on the device, after 3 that are not timed."""
+    import torch
+
+    for _ in range(3):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> list[dict]:
+    """Time one depth at each batch size."""
+    import torch
+
+    from dsv4.compile.graphs import CapturedStep, compile_step
+    from dsv4.compile.step import DecodeState, decode_step
+    from dsv4.model import config as configs
+    from dsv4.model.cache import Cache
+    from dsv4.model.random_source import RandomSource
+    from dsv4.model.transformer import Transformer
+
+    whole = getattr(configs, args.widths)()
+    first = 2  # where the CSA, HCA alternation begins in both releases
+    config = dataclasses.replace(
+        whole,
+        num_hidden_layers=depth,
+        layer_types=whole.layer_types[first : first + depth],
+        mlp_layer_types=("moe",) * depth,
+    )
+    device = torch.device("cuda")
+    rows = []
+    with torch.no_grad():
+        model = Transformer(config, RandomSource(device, form=args.format))
+        for batch in batches:
+            room = -(-(args.context + args.replays + 64) // 128) * 128
+            cache = Cache(config, batch, room, torch.bfloat16, device)
+            for buffer in cache.buffers():
+                buffer.normal_()
+            state = DecodeState(batch, config.vocab_size, device)
+            start = time.perf_counter()
+            step = partial(compile_step(decode_step), model, cache, state)
+            step()
+            torch.cuda.synchronize()
+            compiled = time.perf_counter() - start
+            replay = CapturedStep(step)
+            state.slots.copy_(torch.arange(batch, device=device))
+            state.positions.fill_(args.context)
+            state.tokens.random_(config.vocab_size)
+            state.remaining.fill_(2**40)
+            allocated = torch.cuda.memory_allocated()
+            seconds = sorted(time_replays(replay, args.replays))
+            assert torch.cuda.memory_allocated() == allocated, "a replay allocated memory"
+            rows.append(
+                {
+                    "layers": depth,
+                    "batch": batch,
+                    "seconds": statistics.median(seconds),
+                    "spread": (seconds[-len(seconds) // 10 or -1] - seconds[len(seconds) // 10]),
+                    "bytes": step_bytes(model, config, batch, args.context),
+                    "compile_seconds": compiled,
+                    "memory": allocated,
+                    "kernels": kernels(replay),
+                }
+            )
+            del cache, state, step, replay
+    del model
+    torch.cuda.empty_cache()
+    return rows
+
+
+def step_bytes(model, config, batch: int, context: int) -> int:
+    """Bytes that a decode step has to read: every weight but the embedding once, of the experts the distinct ones that
+    `batch` tokens pick when they route independently, and each sequence's visible cache rows."""
+    experts = config.n_routed_experts
+    distinct = experts * (1 - (1 - config.num_experts_per_tok / experts) ** batch)
+    total = batch * config.hidden_size * 2.0
+    for name, buffer in model.named_buffers():
+        if name == "embed":
+            continue
+        total += buffer.nbytes * (distinct / experts if ".ffn.experts." in name else 1.0)
+    row, key = 2 * config.head_dim, 2 * config.index_head_dim
+    for layer in range(config.num_hidden_layers):
+        rate = config.rate(layer)
+        blocks = context // rate if rate else 0
+        csa = config.layer_types[layer] == "compressed_sparse_attention"
+        seen = min(blocks, config.index_topk) if csa else blocks
+        total += batch * ((min(context, config.sliding_window) + seen) * row + (blocks * key if csa else 0))
+    return int(total)
+
+
+def kernels(replay) -> dict[str, tuple[int, float]]:
+    """Name -> (launches, microseconds) of the kernels of one replay, as the profiler sees them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        replay()
+        torch.cuda.synchronize()
+    table = {}
+    for event in trace.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total > 0:
+            table[event.key] = (event.count, event.self_device_time_total)
+    return table
+
+
+def per_layer(results: list[dict], bandwidth: float) -> list[dict]:
+    """From two depths: the cost of a layer and of what lies outside, per batch size."""
+    rows = []
+    for batch in sorted({row["batch"] for row in results}):
+        pair = [row for row in results if row["batch"] == batch]
+        if len(pair) != 2:
+            continue
+        low, high = pair
+        count = high["layers"] - low["layers"]
+        seconds = (high["seconds"] - low["seconds"]) / count
+        nbytes = (high["bytes"] - low["bytes"]) / count
+        nodes = [sum(launches for launches, _ in row["kernels"].values()) for row in pair]
+        rows.append(
+            {
+                "batch": batch,
+                "seconds": seconds,
+                "bytes": nbytes,
+                "of_floor": nbytes / bandwidth / seconds,
+                "kernels": (nodes[1] - nodes[0]) / count,
+                "outside_seconds": low["seconds"] - low["layers"] * seconds,
+                "by_kernel": {
+                    name: (
+                        (launches - low["kernels"].get(name, (0, 0))[0]) / count,
+                        (micros - low["kernels"].get(name, (0, 0))[1]) / count,
+                    )
+                    for name, (launches, micros) in high["kernels"].items()
+                },
+            }
+        )
+    return rows
+
+
+def text(report: dict) -> str:
+    """The report as tables."""
+    bandwidth = report["copy_bytes_per_second"]
+    lines = [
+        f"{report['device']}, torch {report['torch']}, device copy {bandwidth / 1e12:.2f} TB/s; V4-{report['widths']} "
+        f"widths, {report['format']}, context {report['context']}, median of {report['replays']} replays",
+        f"{'layers':>6} {'batch':>5} {'ms/step':>8} {'spread':>7} {'GB read':>8} {'floor ms':>8} {'of floor':>8} "
+        f"{'kernels':>7} {'compile s':>9} {'GiB':>6}",
+    ]
+    for row in report["steps"]:
+        floor = row["bytes"] / bandwidth
+        launches = sum(count for count, _ in row["kernels"].values())
+        lines.append(
+            f"{row['layers']:>6} {row['batch']:>5} {row['seconds'] * 1e3:>8.3f} {row['spread'] * 1e3:>7.3f} "
+            f"{row['bytes'] / 1e9:>8.3f} {floor * 1e3:>8.3f} {floor / row['seconds']:>8.0%} {launches:>7} "
+            f"{row['compile_seconds']:>9.1f} {row['memory'] / GIB:>6.1f}"
+        )
+    for row in report["layer"]:
+        lines.append(
+            f"batch {row['batch']}: {row['seconds'] * 1e6:.1f} us a layer, floor {row['bytes'] / bandwidth * 1e6:.1f} us "
+            f"({row['of_floor']:.0%}), {row['kernels']:.1f} kernels a layer; outside the layers "
+            f"{row['outside_seconds'] * 1e3:.3f} ms"
+        )
+        named = sorted(row["by_kernel"].items(), key=lambda item: -item[1][1])
+        lines += [
+            f"    {micros:>8.2f} us {count:>5.1f} x  {name[:90]}"
+            for name, (count, micros) in named
+            if micros > 0.2 or count > 0
+        ]
+    return "\n".join(lines)

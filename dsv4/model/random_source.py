@@ -1,0 +1,76 @@
+"""Random weights of a release's formats, made on the device: what benchmarks and capacity tests load."""
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.model.linear import Fp8BlockLinear, Nvfp4Experts, PlainExperts, PlainLinear
+from dsv4.model.source import Source
+from dsv4.ops.fp8 import BLOCK
+from dsv4.ops.nvfp4 import GROUP
+
+FORMATS = ("nvfp4-experts", "bf16")
+E2M1_RMS = 2.92  # root mean square of E2M1 codes drawn uniformly
+
+
+class RandomSource(Source):
+    """Weights that keep activations near unit size. `form` "nvfp4-experts" is NVIDIA's layout: routed experts NVFP4,
+    attention linears, the indexer's queries and the shared expert FP8-block, the rest bf16; "bf16" is all plain."""
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, form: str = FORMATS[0], seed=0):
+        if form not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}, found {form!r}")
+        self.device, self.dtype, self.form = torch.device(device), dtype, form
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+        self._path: tuple[str, ...] = ()
+
+    def at(self, name: str) -> "RandomSource":
+        child = copy.copy(self)
+        child._path = (*self._path, name)
+        return child
+
+    def _normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=dtype, generator=self._generator)
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if name.endswith("tid2eid"):
+            vocab, k = shape  # k different experts a token: consecutive ones from a random start
+            experts = self._experts
+            start = torch.randint(experts, (vocab, 1), device=self.device, generator=self._generator)
+            return (start + torch.arange(k, device=self.device)) % experts
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=self.device)
+        if name.endswith("_scale"):
+            return torch.full(shape, 0.7, dtype=dtype, device=self.device)
+        if name == "gate.weight":
+            self._experts = shape[0]
+        fan_in = shape[-1] if len(shape) > 1 else 1
+        return (self._normal(*shape) / math.sqrt(fan_in)).to(dtype)
+
+    def linear(self, name: str, out_features: int, in_features: int, groups: int = 1) -> nn.Module:
+        plain = self.form == "bf16" or "compressor" in self._path or name in ("weights_proj", "head")
+        weight = self._normal(out_features, in_features, dtype=torch.bfloat16)
+        if plain:
+            return PlainLinear((weight / math.sqrt(in_features)).to(self.dtype), groups)
+        blocks = (math.ceil(out_features / BLOCK), math.ceil(in_features / BLOCK))
+        scale = torch.full(blocks, in_features**-0.5, device=self.device)
+        return Fp8BlockLinear(weight.to(torch.float8_e4m3fn), scale, groups)
+
+    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> nn.Module:
+        shapes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
+        if self.form == "bf16":
+            return PlainExperts(*(self._normal(*s, dtype=self.dtype) / math.sqrt(s[-1]) for s in shapes))
+
+        def codes(count: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+            shape = (count, rows, width // 2)
+            packed = torch.randint(256, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
+            return packed, torch.ones(count, rows, width // GROUP, device=self.device).to(torch.float8_e4m3fn)
+
+        def scale_2(width: int, *shape: int) -> Tensor:
+            return torch.full(shape, 1 / (E2M1_RMS * math.sqrt(width)), device=self.device)
+
+        return Nvfp4Experts(
+            *codes(*shapes[0]), scale_2(hidden, num_experts, 2), *codes(*shapes[1]), scale_2(intermediate, num_experts)
+        )

@@ -1,0 +1,84 @@
+"""dsv4 bench without a GPU: its arithmetic, its refusals, and random weights that a model can be built from."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dsv4 import bench, cli
+from dsv4.model import config as configs
+from dsv4.model.cache import Cache
+from dsv4.model.random_source import RandomSource
+from dsv4.model.transformer import Transformer
+
+
+def narrow(layers: int):
+    """V4-Flash's layers at a fraction of its width."""
+    whole = configs.flash()
+    return dataclasses.replace(
+        whole,
+        num_hidden_layers=layers,
+        layer_types=whole.layer_types[1 : 1 + layers],
+        mlp_layer_types=whole.mlp_layer_types[1 : 1 + layers],
+        hidden_size=128,
+        num_attention_heads=4,
+        q_lora_rank=128,
+        o_groups=2,
+        o_lora_rank=128,
+        index_n_heads=16,
+        n_routed_experts=8,
+        moe_intermediate_size=128,
+        vocab_size=512,
+    )
+
+
+@pytest.mark.parametrize("form", ["nvfp4-experts", "bf16"])
+def test_random_weights_give_finite_logits_of_sane_size(form):
+    config = narrow(4)
+    model = Transformer(config, RandomSource("cpu", form=form))
+    cache = Cache(config, 1, 256)
+    rows = torch.arange(140)
+    logits = model.logits(model(rows, rows, torch.zeros_like(rows), cache))
+    assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+def test_bytes_of_the_releases():
+    """The figures of a whole step at batch 1 and 4,096 tokens, within 2 % of the counts made from the tensor list:
+    11.43 GB (Flash) and 40.44 GB (Pro) with 584-byte rows; here rows are 1,024 and index keys 256 bytes."""
+    for config, expected in ((configs.flash(), 11.43e9), (configs.pro(), 40.44e9)):
+        model = Transformer(config, MetaSource())
+        assert bench.step_bytes(model, config, 1, 4096) == pytest.approx(expected, rel=0.02)
+
+
+class MetaSource(RandomSource):
+    """RandomSource's shapes and dtypes without memory."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.device = torch.device("meta")
+        self._generator = None
+
+
+def test_cost_of_a_layer_from_two_depths():
+    def row(layers, seconds, launches):
+        return {"layers": layers, "batch": 1, "seconds": seconds, "bytes": layers * 100, "kernels": {"k": (launches, 5.0)}}
+
+    [layer] = bench.per_layer([row(6, 7e-4, 66), row(12, 13e-4, 126)], bandwidth=1e6)
+    assert layer["seconds"] == pytest.approx(1e-4) and layer["outside_seconds"] == pytest.approx(1e-4)
+    assert layer["kernels"] == 10 and layer["of_floor"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--layers", "a"], "--layers"),
+        (["--layers", "1,2,3"], "--layers"),
+        (["--batch", "0"], "--batch"),
+        (["--context", "0"], "--context"),
+        *([] if torch.cuda.is_available() else [([], "needs a CUDA device")]),
+    ],
+)
+def test_refusals(arguments, words, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
