@@ -59,7 +59,8 @@ class Compressor:
             assert_same_bits(mine, theirs)
         mine, theirs = (entries.double().unflatten(-1, (-1, 2)) for entries in (self.mine[2], self.theirs[2]))
         assert mine.isfinite().all()
-        error = (mine - theirs).abs() - 2**-7 * theirs.norm(dim=-1, keepdim=True)
+        # Two roundings to bf16 are 2^-7 at most, and a little more where the rounded values change the norm itself.
+        error = (mine - theirs).abs() - 1.25 * 2**-7 * theirs.norm(dim=-1, keepdim=True)
         assert error.max() <= 1e-3, f"entry off by {error.max():.3g} at {(error == error.max()).nonzero()[0].tolist()}"
 
 

@@ -151,4 +151,4 @@ def test_float32_runs_the_reference_and_other_shapes_raise(draw):
     with pytest.raises(ValueError, match="keys must be"):
         ops.index_topk(*args[:2], args[2].half(), *args[3:])
     with pytest.raises(ValueError, match="head dim 40"):
-        index_topk_cuda(args[0][..., :40], *args[1:])
+        index_topk_cuda(args[0][..., :40], args[1], args[2][..., :40].contiguous(), *args[3:])

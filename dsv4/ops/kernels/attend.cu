@@ -10,6 +10,9 @@
 #include "hopper.cuh"
 
 // (One bulk copy a row was three times slower than this: lanes issue them one after another, 75 cycles each.)
+// Measured on an H200, in a CUDA graph, rows cold: 64 heads and 640 keys 8.6 us (8 tokens 13.9, 32 tokens 23.2), 160 keys
+// 7.7 to 8.6, 1152 keys 10.7, 8320 keys 23.8; 128 heads and 1152 keys 11.0. Of 8.6 us about 3 are the wait for the rows (a
+// tile takes 5000 cycles to come, whatever its size), 1.5 the exchange; the products are 0.6 and the softmax 0.3.
 // Given: DIM, MH (m16 tiles a warp), WH (warps over heads), WD (warps over DIM), KT (keys a tile), STAGES, CLUSTER, SHARED.
 constexpr int WARPS = WH * WD, CONSUMERS = 32 * WARPS, FETCHERS = 128, HB = 16 * MH * WH;
 constexpr int SLICE = DIM / WD, KSTEPS = SLICE / 16, NTILES = SLICE / 8;

@@ -107,7 +107,8 @@ def compile_cubin(source: str, arch: str, defines: tuple[str, ...] = ()) -> tupl
                 std="c++17",
                 arch=arch,
                 include_path=include_folders(),
-                define_macro=[tuple(item.split("=", 1)) if "=" in item else item for item in defines],
+                # cuda.core refuses an empty list
+                define_macro=[tuple(item.split("=", 1)) if "=" in item else item for item in defines] or None,
                 ptxas_options=["-v"],
             ),
         ).compile("cubin", logs=log)

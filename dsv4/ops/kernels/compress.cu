@@ -2,6 +2,8 @@
 //
 // Bytes at one token, CSA (d 512, width 1024): c, z, ape and the two ring rows 20 KB; at a block's last token 8 rows of
 // halves, 32 KB. HCA (width 512): 10 KB, and at one token in 128 all of the ring, 512 KB. All latency.
+// Measured on an H200 in a CUDA graph, of which a launch is about 1.5 us: within a block 1.5 us at 1 token, 2.0 at 32; at a
+// block's end CSA 4.2 and 4.8, the indexer's 3.4 and 4.0, HCA 20 and 21 (one block a token, one token in 128).
 //
 // One block a token. A run is the tokens of one slot in the batch, its head the first of them. Reading a ring row before
 // it is overwritten needs order between blocks only if two of them touch one slot's ring, so only the head's block does:

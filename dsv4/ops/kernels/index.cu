@@ -8,6 +8,9 @@
 // consecutive blocks and keeps at most its own TOPK best, in order; CTA 0 gets them all, in order, and takes the TOPK best
 // of them. The threshold: a histogram of 2048 equal intervals between the extremes (digits of the bits themselves would
 // pile up in a few counters), then the rank within one interval; among equals the first are taken.
+//
+// Measured on an H200, in a CUDA graph, keys cold, one token: nothing to choose 1.6 us, 1024 keys 6.8, 2048 keys 8.1, 8192
+// keys 15.9, 32,768 keys 19.4, 262,144 keys 51; 8 tokens and 1024 keys 8.1, 32 tokens 13.2.
 #include "hopper.cuh"
 
 // Given: HEADS, D (of a head), TOPK, SPLIT (warps that share the heads of a key), CLUSTER, SLICE (the most blocks a CTA can

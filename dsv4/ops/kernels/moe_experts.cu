@@ -4,6 +4,9 @@
 // each 8 of its tokens. Floor at 4.25 TB/s on an H200 for one token and 6 experts: Flash 84.9 MB, 20.0 us (gate and up 13.3,
 // down 6.7); Pro 223 MB, 52.4 us.
 //
+// Measured there (random routing, in a CUDA graph): Flash, one token 40.9 us (49 %: the chain of routing, first weights and
+// activations, and decoding); 8 tokens 199 us (76 %), 32 tokens 566 us (80 %). Pro, one token 86 us (61 %).
+//
 // Every block reads the routing and makes the same list of segments: an expert with up to 8 of the (token, choice) entries
 // that picked it, in order of entries. Work is (segment, tile) pairs in that order, a contiguous range for each block, so a
 // block changes its activations once or twice. Entries that are not an expert's id cost nothing.

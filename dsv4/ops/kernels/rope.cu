@@ -1,6 +1,8 @@
 // q_rope, kv_rope: RMSNorm and rope of rows of D channels; kv_write: rows into the window rings.
 //
 // Bytes at one token: q 64 x 512 bf16 read and written, 128 KB (Pro 256 KB); kv 2 KB; the ring 2 KB. All latency.
+// Measured on an H200 in a CUDA graph, of which a launch is about 1.5 us: q_rope 2.1 us at 1 token, 2.8 at 32 (Pro 2.2, 3.8),
+// kv_rope 2.4 and 2.6, kv_write 1.4 and 1.5; q_rope at 2048 tokens 70 us, 3.8 TB/s.
 //
 // rope_rows: LANES lanes a row, so that small heads share a warp. Defines: D (a multiple of 8), ROPE (even), LANES; for kv_write: VECTORS, 16-byte vectors a row.
 #include "common.cuh"

@@ -2,6 +2,9 @@
 //
 // Bytes at one token: route_topk reads the gate, Flash 256 x 4096 bf16 2.10 MB (0.49 us at 4.25 TB/s), Pro 384 x 7168
 // 5.5 MB (1.3 us); route_hash six or eight of its rows, 49 / 115 KB.
+// Measured on an H200 in a CUDA graph, of which a launch is about 1.5 us: route_topk Flash 4.5 us at 1 token, 6.0 at 8, with
+// a matrix product 10.4 at 32 and 16 at 2048; Pro 5.4, 12.3, 12.4. route_hash Flash 2.5 us at 1 token, 2.9 at 32.
+// Latency throughout: the gate's rows, an atomic, the scores from the L2, and TOP dependent rounds of selection.
 //
 // route_topk: a warp holds a part of one expert's row in registers and goes through its group's tokens, BATCH at a time;
 // the last block of a token group to finish selects, a warp a token. route_select is the selection alone, for logits from

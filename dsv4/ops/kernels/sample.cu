@@ -3,6 +3,8 @@
 // Bytes of a row at V = 129,280: logits 517 KB, and seen 129 KB if there is a penalty: 0.15 us at 4.25 TB/s. Greedy rows
 // are latency and one exchange; unfiltered draws add Philox and two logarithms a token near the maximum; filtered rows
 // add 12 exchanges for top-k and 13 for top-p.
+// Measured on an H200 in a CUDA graph: 1 and 8 rows alike greedy 5.4 us, plain draw 16, top-k 54, top-p 84, all three 97; 32
+// rows 15, 47, 164, 253, 292: there two clusters share a multiprocessor.
 //
 // A thread goes through the same quads of tokens in each pass; a filtered row's scaled logits lie in `scaled`, which
 // stays in the L1 cache. All three filters keep a prefix of the stably sorted row, so
