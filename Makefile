@@ -7,8 +7,9 @@ VENV := .venv
 
 .PHONY: demo test lint clean
 
+# One thread: the model is so small that threads mostly wait for each other, above all on a busy machine.
 demo: $(VENV)/ready
-	$(VENV)/bin/dsv4 generate --model examples/tiny --max-new-tokens 96 --temperature 0.7 --seed 7 \
+	OMP_NUM_THREADS=1 $(VENV)/bin/dsv4 generate --model examples/tiny --max-new-tokens 96 --temperature 0.7 --seed 7 \
 		--prompt "The purpose of this function is to"
 
 test: $(VENV)/ready
