@@ -3,17 +3,19 @@
 Capture into a CUDA graph is tested in tests/gpu.
 """
 
+import re
 from types import FunctionType
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from dsv4.compile.graphs import compile_step
 from dsv4.compile.step import DecodeState, decode_step, prefill_step
 from dsv4.model.cache import Cache
 from dsv4.model.config import CSA, HCA, SLIDING
 from dsv4.model.transformer import Transformer
-from tests.model.random_checkpoints import MetaSource, config_of
+from tests.model.random_checkpoints import MetaSource, config_of, engine
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -80,3 +82,17 @@ def test_layers_that_look_alike_are_compiled_once(step, pairs):
     second region is simply part of the graph."""
     layers = 2 + 2 * pairs
     assert regions(step, pairs) == (2 * layers - 1, 6)
+
+
+def test_the_compiled_step_copies_no_cache():
+    """The cache is changed in place: what the compiler generates neither allocates nor copies anything of its size."""
+    model = engine("tiny").model
+    cache = Cache(model.config, 3, 1100, torch.float32)
+    state = DecodeState(3, model.config.vocab_size, torch.device("cpu"))
+    with torch.no_grad():
+        _, code = run_and_get_code(compile_step(decode_step), model, cache, state)
+    assert sum(text.count("torch.ops.dsv4.compress.default(") for text in code) > 0
+    shapes = {tuple(buffer.shape) for buffer in cache.buffers()}
+    calls = [match for text in code for match in re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", text)]
+    allocated = {tuple(int(size) for size in call.split(",") if size.strip()) for call in calls}
+    assert allocated and not shapes & allocated
