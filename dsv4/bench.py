@@ -10,7 +10,9 @@ import dataclasses
 import itertools
 import json
 import statistics
+import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 
 GIB = 2**30
@@ -58,7 +60,9 @@ def bench(args: argparse.Namespace) -> int:
     bandwidth = copy_bandwidth()
     results = []
     for depth in layers:
-        results += measure(args, depth, batches)
+        for row in measure(args, depth, batches):
+            results.append(row)
+            print(step_line(row, bandwidth), file=sys.stderr, flush=True)  # so that an interrupted run leaves something
     report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -96,14 +100,15 @@ def time_replays(run, count: int) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
 
 
-def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> list[dict]:
-    """Time one depth at each batch size."""
+def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> Iterator[dict]:
+    """Time one depth; yields a row for each batch size."""
     import torch
 
     from dsv4.compile.graphs import CapturedStep, compile_step
     from dsv4.compile.step import DecodeState, decode_step
     from dsv4.model import config as configs
     from dsv4.model.cache import Cache
+    from dsv4.model.plan import buffer_bytes, step_bytes
     from dsv4.model.random_source import RandomSource
     from dsv4.model.transformer import Transformer
 
@@ -116,7 +121,6 @@ def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> list[di
         mlp_layer_types=("moe",) * depth,
     )
     device = torch.device("cuda")
-    rows = []
     with torch.no_grad():
         model = Transformer(config, RandomSource(device, form=args.format))
         for batch in batches:
@@ -138,42 +142,19 @@ def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> list[di
             allocated = torch.cuda.memory_allocated()
             seconds = sorted(time_replays(replay, args.replays))
             assert torch.cuda.memory_allocated() == allocated, "a replay allocated memory"
-            rows.append(
-                {
-                    "layers": depth,
-                    "batch": batch,
-                    "seconds": statistics.median(seconds),
-                    "spread": (seconds[-len(seconds) // 10 or -1] - seconds[len(seconds) // 10]),
-                    "bytes": step_bytes(model, config, batch, args.context),
-                    "compile_seconds": compiled,
-                    "memory": allocated,
-                    "kernels": kernels(replay),
-                }
-            )
+            yield {
+                "layers": depth,
+                "batch": batch,
+                "seconds": statistics.median(seconds),
+                "spread": (seconds[-len(seconds) // 10 or -1] - seconds[len(seconds) // 10]),
+                "bytes": step_bytes(buffer_bytes(model), config, batch, args.context),
+                "compile_seconds": compiled,
+                "memory": allocated,
+                "kernels": kernels(replay),
+            }
             del cache, state, step, replay
     del model
     torch.cuda.empty_cache()
-    return rows
-
-
-def step_bytes(model, config, batch: int, context: int) -> int:
-    """Bytes that a decode step has to read: every weight but the embedding once, of the experts the distinct ones that
-    `batch` tokens pick when they route independently, and each sequence's visible cache rows."""
-    experts = config.n_routed_experts
-    distinct = experts * (1 - (1 - config.num_experts_per_tok / experts) ** batch)
-    total = batch * config.hidden_size * 2.0
-    for name, buffer in model.named_buffers():
-        if name == "embed":
-            continue
-        total += buffer.nbytes * (distinct / experts if ".ffn.experts." in name else 1.0)
-    row, key = 2 * config.head_dim, 2 * config.index_head_dim
-    for layer in range(config.num_hidden_layers):
-        rate = config.rate(layer)
-        blocks = context // rate if rate else 0
-        csa = config.layer_types[layer] == "compressed_sparse_attention"
-        seen = min(blocks, config.index_topk) if csa else blocks
-        total += batch * ((min(context, config.sliding_window) + seen) * row + (blocks * key if csa else 0))
-    return int(total)
 
 
 def kernels(replay) -> dict[str, tuple[int, float]]:
@@ -223,6 +204,17 @@ def per_layer(results: list[dict], bandwidth: float) -> list[dict]:
     return rows
 
 
+def step_line(row: dict, bandwidth: float) -> str:
+    """One measured step as a line of the table."""
+    floor = row["bytes"] / bandwidth
+    launches = sum(count for count, _ in row["kernels"].values())
+    return (
+        f"{row['layers']:>6} {row['batch']:>5} {row['seconds'] * 1e3:>8.3f} {row['spread'] * 1e3:>7.3f} "
+        f"{row['bytes'] / 1e9:>8.3f} {floor * 1e3:>8.3f} {floor / row['seconds']:>8.0%} {launches:>7} "
+        f"{row['compile_seconds']:>9.1f} {row['memory'] / GIB:>6.1f}"
+    )
+
+
 def text(report: dict) -> str:
     """The report as tables."""
     bandwidth = report["copy_bytes_per_second"]
@@ -232,14 +224,7 @@ def text(report: dict) -> str:
         f"{'layers':>6} {'batch':>5} {'ms/step':>8} {'spread':>7} {'GB read':>8} {'floor ms':>8} {'of floor':>8} "
         f"{'kernels':>7} {'compile s':>9} {'GiB':>6}",
     ]
-    for row in report["steps"]:
-        floor = row["bytes"] / bandwidth
-        launches = sum(count for count, _ in row["kernels"].values())
-        lines.append(
-            f"{row['layers']:>6} {row['batch']:>5} {row['seconds'] * 1e3:>8.3f} {row['spread'] * 1e3:>7.3f} "
-            f"{row['bytes'] / 1e9:>8.3f} {floor * 1e3:>8.3f} {floor / row['seconds']:>8.0%} {launches:>7} "
-            f"{row['compile_seconds']:>9.1f} {row['memory'] / GIB:>6.1f}"
-        )
+    lines += [step_line(row, bandwidth) for row in report["steps"]]
     for row in report["layer"]:
         lines.append(
             f"batch {row['batch']}: {row['seconds'] * 1e6:.1f} us a layer, floor {row['bytes'] / bandwidth * 1e6:.1f} us "

@@ -59,12 +59,20 @@ def build_parser() -> Parser:
     """The parser with all subcommands; each sets `run`, a function of the parsed arguments that returns the status."""
     from dsv4 import __version__
     from dsv4.bench import add_bench
+    from dsv4.chat import add_chat
+    from dsv4.eval_command import add_eval
+    from dsv4.inspection import add_inspect
+    from dsv4.quantize import add_quantize
 
     parser = Parser(prog="dsv4", description="DeepSeek-V4 inference in plain PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dsv4 {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_generate(commands)
+    add_chat(commands)
     add_bench(commands)  # further commands get a module of their own, as this one
+    add_inspect(commands)
+    add_eval(commands)
+    add_quantize(commands)
     return parser
 
 
@@ -81,9 +89,7 @@ def add_generate(commands) -> None:
     prompt = parser.add_argument_group("prompt")
     prompt.add_argument("--prompt", action="append", metavar="TEXT", help="prompt text, - for stdin; repeatable")
     prompt.add_argument("--prompt-file", action="append", metavar="FILE", help="read a prompt from a file, - for stdin")
-    prompt.add_argument(
-        "--prompt-ids", action="append", metavar="1,2,3", help="a prompt as token ids, taken as they are"
-    )
+    prompt.add_argument("--prompt-ids", action="append", metavar="1,2,3", help="a prompt as token ids, taken as they are")
 
     sampling = parser.add_argument_group("sampling", "defaults come from the checkpoint's generation_config.json")
     sampling.add_argument(
@@ -104,13 +110,9 @@ def add_generate(commands) -> None:
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--logprobs", type=int, metavar="N", help="log-probability of each token and of the N most likely"
-    )
+    output.add_argument("--logprobs", type=int, metavar="N", help="log-probability of each token and of the N most likely")
     output.add_argument("--json", action="store_true", help="one JSON object per completion")
-    output.add_argument(
-        "--no-stream", action="store_true", help="print a single completion at its end, not as it comes"
-    )
+    output.add_argument("--no-stream", action="store_true", help="print a single completion at its end, not as it comes")
     output.add_argument("--prefill-only", action="store_true", help="time the prompts and generate nothing")
     output.add_argument("--quiet", action="store_true", help="no progress and no statistics")
 
@@ -121,9 +123,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder: config.json, safetensors")
     model.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda if there is one")
     model.add_argument("--dtype", choices=("bf16", "fp32"), help="of activations; default: the checkpoint's")
-    model.add_argument(
-        "--max-context", type=int, default=4096, metavar="N", help="tokens per sequence, prompt included"
-    )
+    model.add_argument("--max-context", type=int, default=4096, metavar="N", help="tokens per sequence, prompt included")
     model.add_argument(
         "--max-batch",
         type=int,
@@ -255,9 +255,7 @@ def generation_defaults(folder: Path) -> dict:
         settings["temperature"] = 0.0
     eos = values.get("eos_token_id", [])
     settings["stop_token_ids"] = eos if isinstance(eos, list) else [eos]
-    ignored = [
-        name for name in values if name not in _NOT_SAMPLING and name not in _SAMPLING and not name.startswith("_")
-    ]
+    ignored = [name for name in values if name not in _NOT_SAMPLING and name not in _SAMPLING and not name.startswith("_")]
     if ignored:
         warn(f"{file}: ignored {', '.join(sorted(ignored))}")
     return settings

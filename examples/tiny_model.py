@@ -99,9 +99,7 @@ class Weight(nn.Module):
     def __init__(self, *shape, std=None, fill=None):
         super().__init__()
         self.weight = (
-            param(*shape, fill=fill)
-            if fill is not None
-            else param(*shape, std=shape[-1] ** -0.5 if std is None else std)
+            param(*shape, fill=fill) if fill is not None else param(*shape, std=shape[-1] ** -0.5 if std is None else std)
         )
 
     def forward(self, x):
@@ -191,10 +189,7 @@ class Attention(nn.Module):
         if self.ratio:
             entries = self.compressor(x, cos, sin)
             visible = torch.arange(entries.shape[1], device=x.device) < ((t + 1) // self.ratio)[:, None]  # [S,T]
-            far = (
-                torch.matmul(q.flatten(1, 2), entries.transpose(1, 2)).unflatten(1, (s, heads)).float()
-                * c.head_dim**-0.5
-            )
+            far = torch.matmul(q.flatten(1, 2), entries.transpose(1, 2)).unflatten(1, (s, heads)).float() * c.head_dim**-0.5
             far = torch.where(visible[:, None], far, NEG)
             if self.ratio == 4:
                 scores = torch.where(visible, self.indexer(x, qr, cos, sin), NEG)
@@ -243,18 +238,14 @@ class MoE(nn.Module):
             self.gate.register_buffer("bias", torch.zeros(e))
         self.w13 = param(2, e, i, h, std=h**-0.5)
         self.w2 = param(e, h, i, std=0.6 * i**-0.5)
-        self.shared_experts = nn.ModuleDict(
-            {"w1": Weight(i, h), "w2": Weight(h, i, std=0.3 * i**-0.5), "w3": Weight(i, h)}
-        )
+        self.shared_experts = nn.ModuleDict({"w1": Weight(i, h), "w2": Weight(h, i, std=0.3 * i**-0.5), "w3": Weight(i, h)})
 
     def forward(self, x, ids):
         """x [B,S,H], ids [B,S] -> y [B,S,H], selections per expert [E]."""
         c = self.c
         score = F.linear(x.float(), self.gate.weight).float()
         score = torch.sqrt(F.softplus(score))
-        picks = (
-            self.gate.tid2eid[ids] if self.hashed else (score + self.gate.bias).topk(c.num_experts_per_tok, -1).indices
-        )
+        picks = self.gate.tid2eid[ids] if self.hashed else (score + self.gate.bias).topk(c.num_experts_per_tok, -1).indices
         chosen = torch.zeros_like(score).scatter(-1, picks, 1.0)
         weight = score * chosen
         weight = weight / (weight.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
@@ -302,8 +293,7 @@ class Layer(nn.Module):
         """New stream k = post_k y + sum_j comb[j,k] stream_j."""
         x, n = streams.float(), self.c.hc_mult
         out = [
-            post[..., k, None] * y.float() + sum(comb[j, k][..., None] * x[..., j, :] for j in range(n))
-            for k in range(n)
+            post[..., k, None] * y.float() + sum(comb[j, k][..., None] * x[..., j, :] for j in range(n)) for k in range(n)
         ]
         return torch.stack(out, 2).to(streams.dtype)
 

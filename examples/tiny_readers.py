@@ -78,9 +78,7 @@ def read_novels(folder):
 
 
 def read_opticks(folder):
-    text = pathlib.Path(glob.glob(f"{folder}/usr/share/go-*/src/testdata/Isaac.Newton-Opticks.txt")[0]).read_text(
-        "utf-8"
-    )
+    text = pathlib.Path(glob.glob(f"{folder}/usr/share/go-*/src/testdata/Isaac.Newton-Opticks.txt")[0]).read_text("utf-8")
     text = text[text.find("ADVERTISEMENT") :].replace("_", "")
     paragraphs = [p for p in map(clean, re.split(r"\n\s*\n", text)) if is_prose(p)]
     for i in range(0, len(paragraphs), 20):

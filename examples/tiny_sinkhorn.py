@@ -117,9 +117,7 @@ def check_kernels():
 
 def use_triton(x):
     if x.is_cuda and (triton is None or x.dtype != torch.float32):
-        raise RuntimeError(
-            f"Sinkhorn on CUDA needs Triton ({'found' if triton else 'not found'}) and float32 ({x.dtype})"
-        )
+        raise RuntimeError(f"Sinkhorn on CUDA needs Triton ({'found' if triton else 'not found'}) and float32 ({x.dtype})")
     return x.is_cuda
 
 
@@ -131,9 +129,7 @@ def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
 
 @torch.library.custom_op("tiny_dsv4::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: torch.Tensor, logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
-    return (backward_triton if use_triton(logits) else backward_torch)(
-        grad.contiguous(), logits.contiguous(), iters, eps
-    )
+    return (backward_triton if use_triton(logits) else backward_torch)(grad.contiguous(), logits.contiguous(), iters, eps)
 
 
 @sinkhorn.register_fake

@@ -8,6 +8,7 @@ import torch
 from dsv4 import bench, cli
 from dsv4.model import config as configs
 from dsv4.model.cache import Cache
+from dsv4.model.plan import buffer_bytes, step_bytes
 from dsv4.model.random_source import RandomSource
 from dsv4.model.transformer import Transformer
 
@@ -47,7 +48,7 @@ def test_bytes_of_the_releases():
     11.43 GB (Flash) and 40.44 GB (Pro) with 584-byte rows; here rows are 1,024 and index keys 256 bytes."""
     for config, expected in ((configs.flash(), 11.43e9), (configs.pro(), 40.44e9)):
         model = Transformer(config, MetaSource())
-        assert bench.step_bytes(model, config, 1, 4096) == pytest.approx(expected, rel=0.02)
+        assert step_bytes(buffer_bytes(model), config, 1, 4096) == pytest.approx(expected, rel=0.02)
 
 
 class MetaSource(RandomSource):

@@ -315,9 +315,7 @@ def test_help_and_version_do_not_import_torch():
         "try:\n    main(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
     )
     for args, text in ((["--help"], "generate text"), (["generate", "--help"], "--greedy"), (["--version"], "dsv4 ")):
-        result = subprocess.run(
-            [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, cwd=ROOT
-        )
+        result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, cwd=ROOT)
         assert text in result.stdout
 
 

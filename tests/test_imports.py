@@ -76,9 +76,7 @@ def test_ops_import_torch_only(path):
 
 def test_files_have_one_subject():
     """A file past 500 lines has two."""
-    sources = [
-        p for folder in ("dsv4", "tests") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh")
-    ]
+    sources = [p for folder in ("dsv4", "tests") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in sources}
     assert {path: count for path, count in lengths.items() if count > 500} == {}
 

@@ -8,15 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dsv4.compile.chat import ChatCompletion, chat_completion, run_chat
 from dsv4.compile.prefill import chunks
 from dsv4.compile.requests import Request
 from dsv4.compile.runner import Runner
 from dsv4.compile.sampling import MAX_STOP_IDS, Completion, SamplingParams, Timing
 from dsv4.compile.scheduler import Scheduler
+from dsv4.compile.scoring import Score, score
 from dsv4.model.cache import Cache
 from dsv4.model.checkpoint import LoadReport as CheckpointReport
 from dsv4.model.checkpoint import ProgressLine, load_folder
 from dsv4.model.config import ModelConfig
+from dsv4.model.encoding import ChatEncoding, ChatPiece, Messages
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.model.transformer import Transformer
 
@@ -88,7 +91,7 @@ def load(
         cache.nbytes(),
         checkpoint,
     )
-    return Engine(runner, tokenizer, report)
+    return Engine(runner, tokenizer, report, folder)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -110,8 +113,11 @@ def _device(device: str | torch.device | None) -> torch.device:
 class Engine:
     """A loaded model. It does one thing at a time: a call while a stream is unfinished raises RuntimeError."""
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer | None, load_report: LoadReport):
-        self.runner, self.tokenizer, self.load_report = runner, tokenizer, load_report
+    def __init__(
+        self, runner: Runner, tokenizer: Tokenizer | None, load_report: LoadReport, folder: str | Path | None = None
+    ):
+        self.runner, self.tokenizer, self.load_report, self.folder = runner, tokenizer, load_report, folder
+        self._encoding: ChatEncoding | None = None
         self.config: ModelConfig = runner.model.config
         self.scheduler = Scheduler(runner)
         self.last: Completion | None = None
@@ -143,6 +149,12 @@ class Engine:
                 results.append(torch.cat([self.model.logits(part) for part in rows.split(HEAD_ROWS)]))
         return results
 
+    def score(self, requests: list[tuple[list[int], list[int]]]) -> list[Score]:
+        """For each (context ids, continuation ids): the continuation's log-probability, and whether it is the greedy one.
+        In order, and independent of what is scored together. See dsv4.compile.scoring."""
+        self.scheduler.check_idle()
+        return score(self.runner, requests)
+
     def prefill(self, prompt: Prompt) -> Timing:
         """Run a prompt through the model and time it, generating nothing."""
         ids = self._encode(prompt, 0)
@@ -154,9 +166,7 @@ class Engine:
         self.runner.synchronize()
         return Timing(prompt_tokens=len(ids), prefill_seconds=time.perf_counter() - start)
 
-    def generate(
-        self, prompts: Prompt | list[Prompt], max_new_tokens: int | None = None, **sampling
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompt | list[Prompt], max_new_tokens: int | None = None, **sampling) -> list[Completion]:
         """Generate for one prompt or many, of any lengths; strings get BOS in front, token ids are taken as they are.
 
         sampling: temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, stop_token_ids, ignore_eos, logprobs
@@ -187,14 +197,58 @@ class Engine:
 
         return pieces()
 
+    @property
+    def encoding(self) -> ChatEncoding:
+        """How chat messages become prompts. Found out from the checkpoint's folder; assign another to override it."""
+        if self._encoding is None:
+            if self.tokenizer is None:
+                raise ValueError("chat needs a tokenizer, and the checkpoint folder has no tokenizer.json")
+            if self.folder is None:
+                raise ValueError("this engine was not loaded from a folder; assign engine.encoding = ChatEncoding(...)")
+            self._encoding = ChatEncoding.from_folder(self.folder, self.tokenizer)
+        return self._encoding
+
+    @encoding.setter
+    def encoding(self, encoding: ChatEncoding) -> None:
+        self._encoding = encoding
+
+    def chat(
+        self, messages: Messages, thinking: bool = False, effort: str | None = None, tools=None, **options
+    ) -> ChatCompletion:
+        """The model's answer to chat messages, a ChatCompletion: reasoning, content, tool calls, and all of Completion.
+
+        messages, effort, tools and the options response_format, drop_thinking, continue_final as in
+        `ChatEncoding.encode`; further options, such as max_new_tokens, as in `generate`.
+        """
+        for _ in self.stream_chat(messages, thinking, effort, tools, **options):
+            pass
+        return self.last
+
+    def stream_chat(
+        self, messages: Messages, thinking: bool = False, effort: str | None = None, tools=None, **options
+    ) -> Iterator[ChatPiece]:
+        """The same piece by piece: (kind, text), kind "reasoning" or "content". Arguments are checked at the call.
+        Tool calls, which are of use only when whole, are in `engine.last` afterwards."""
+        prompt_options = {
+            name: options.pop(name) for name in ("response_format", "drop_thinking", "continue_final") if name in options
+        }
+        params = SamplingParams(**options)
+        ids = self.encoding.encode(messages, thinking=thinking, effort=effort, tools=tools, **prompt_options)
+        [request] = self._requests([ids], params)
+        answer = self.encoding.stream(self.encoding.reasons_next(ids), params.stop)
+
+        def pieces() -> Iterator[ChatPiece]:
+            yield from run_chat(self.scheduler, request, answer)
+            self.last = chat_completion(request, answer)
+
+        return pieces()
+
     def _requests(self, prompts: list[Prompt], params: SamplingParams) -> list[Request]:
         requests = []
         eos = () if params.ignore_eos else self.config.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"at most {MAX_STOP_IDS} stop token ids (EOS included) are supported, found {len(stop_ids)}"
-            )
+            raise ValueError(f"at most {MAX_STOP_IDS} stop token ids (EOS included) are supported, found {len(stop_ids)}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the checkpoint folder has no tokenizer.json")
         for index, ids in enumerate(self._encode_all(prompts)):
@@ -230,7 +284,5 @@ class Engine:
             if type(i) is not int or not 0 <= i < vocab:
                 raise ValueError(f"prompt {index} has token id {i!r}, but token ids are the integers 0..{vocab - 1}")
         if len(ids) > limit:
-            raise ValueError(
-                f"prompt {index} has {len(ids)} tokens, but max_context is {limit}; load with a larger one"
-            )
+            raise ValueError(f"prompt {index} has {len(ids)} tokens, but max_context is {limit}; load with a larger one")
         return ids

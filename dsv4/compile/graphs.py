@@ -13,7 +13,9 @@ def compile_step(step: Callable) -> Callable:
     code object gives each engine its own, so engines neither recompile for nor evict each other.
     """
     own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    # Between the ops there are only small elementwise kernels. On a CPU they run on one thread: threads of their own
+    # beside PyTorch's gain nothing, and on a busy machine they wait for each other most of the time.
+    return torch.compile(own, fullgraph=True, dynamic=False, options={"cpp.threads": 1})
 
 
 class CapturedStep:

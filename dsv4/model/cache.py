@@ -63,8 +63,7 @@ class Cache(nn.Module):
             )
         self.num_slots, self.max_context = num_slots, max_context
         self.layers = nn.ModuleList(
-            LayerCache(config, layer, num_slots, max_context, dtype, device)
-            for layer in range(config.num_hidden_layers)
+            LayerCache(config, layer, num_slots, max_context, dtype, device) for layer in range(config.num_hidden_layers)
         )
 
     def nbytes(self) -> int:

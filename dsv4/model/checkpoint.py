@@ -17,10 +17,11 @@ from typing import TextIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dsv4.model import formats, names
+from dsv4.model import formats, names, stacks
 from dsv4.model.formats import Format
 from dsv4.model.shards import TORCH_DTYPES, Folder, Reader, Stored
 from dsv4.model.source import Source
+from dsv4.model.stacks import ExpertStack
 
 # Storage dtypes that may be read as a tensor of a given kind. Nothing is ever cast from one kind to the other.
 INTEGERS = ("I64", "I32")
@@ -53,13 +54,15 @@ class LoadReport:
     formats: dict[str, Count] = field(default_factory=dict)
     skipped: dict[str, Count] = field(default_factory=dict)
     ignored: dict[str, Count] = field(default_factory=dict)
+    draft: str | None = None  # which draft head was skipped: "MTP", "DSpark", or one that is neither
     unused_files: tuple[str, ...] = ()
     seconds: float = 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.folder}: {self.naming} names, {self.seconds:.1f} s"]
         lines += [f"  {name}: {count}" for name, count in sorted(self.formats.items())]
-        lines += [f"  skipped {prefix}*: {count}" for prefix, count in sorted(self.skipped.items())]
+        draft = f" (a draft head: {self.draft})" if self.draft else ""
+        lines += [f"  skipped {prefix}*: {count}{draft}" for prefix, count in sorted(self.skipped.items())]
         lines += [f"  not needed .{suffix}: {count}" for suffix, count in sorted(self.ignored.items())]
         lines += [f"  not read: {name}" for name in self.unused_files]
         return "\n".join(lines)
@@ -80,9 +83,7 @@ class FolderSource(Source):
         progress: Progress | None = None,
     ):
         self._prefix = ""
-        self._load = _Load(
-            folder if isinstance(folder, Folder) else Folder.open(folder), torch.device(device), progress
-        )
+        self._load = _Load(folder if isinstance(folder, Folder) else Folder.open(folder), torch.device(device), progress)
         self.device = self._load.device
         self.dtype = dtype
 
@@ -110,46 +111,29 @@ class FolderSource(Source):
     def linear(self, name: str, out_features: int, in_features: int, groups: int = 1) -> nn.Module:
         name = self._prefix + name
         form, parts = self._parts(name, out_features, in_features)
-        if form.linear is None:
-            raise _unsupported(parts["weight"], form, "a linear layer")
-        tensors = {role: tensor.to(self.device) for role, tensor in self._tensors(form, parts)}
-        try:
-            return form.linear(tensors, groups)
-        except ValueError as error:
-            raise ValueError(f"{parts['weight']}: {error}") from error
+        tensors = self._converted(form, parts, {role: self._load.read(stored) for role, stored in parts.items()})
+        return form.linear({role: tensor.to(self.device) for role, tensor in tensors.items()}, groups)
 
     def experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> nn.Module:
         name = self._prefix + name
-        if f"{name}.gate_up_proj" in self._load.tensors or f"{name}.down_proj" in self._load.tensors:
+        if any(stacks.find_fused(self._load.tensors, f"{name}.{leaf}") for leaf in stacks.FUSED):
             return self._fused_experts(name, num_experts, hidden, intermediate)
         first: tuple[Format, Stored] | None = None
-        gate_up: dict[str, Tensor] = {}  # by role: [E, 2, I, ...], or [E, 2] of scalars
-        down: dict[str, Tensor] = {}  # by role: [E, H, ...], or [E] of scalars
+        gate_up = ExpertStack(num_experts, 2, self.device)
+        down = ExpertStack(num_experts, 1, self.device)
         for expert in range(num_experts):
-            for projection, stack, place, size in (
-                ("w1", gate_up, (expert, 0), (intermediate, hidden)),
-                ("w3", gate_up, (expert, 1), (intermediate, hidden)),
-                ("w2", down, (expert,), (hidden, intermediate)),
+            for projection, stack, half, size in (
+                ("w1", gate_up, 0, (intermediate, hidden)),
+                ("w3", gate_up, 1, (intermediate, hidden)),
+                ("w2", down, 0, (hidden, intermediate)),
             ):
                 form, parts = self._parts(f"{name}.{expert}.{projection}", *size)
-                if form.experts is None:
-                    raise _unsupported(parts["weight"], form, "an expert")
                 first = first or (form, parts["weight"])
-                if form is not first[0]:
-                    raise ValueError(
-                        f"{parts['weight']} is {form.name}, but {first[1].name} is {first[0].name}; expected one "
-                        "format for all experts of a layer"
-                    )
-                # Without data, the first expert shows the shapes of the stacks, and the others add nothing.
-                if self.device.type == "meta" and stack.keys() == parts.keys():
-                    continue
-                for role, tensor in self._tensors(form, parts):
-                    if role not in stack:
-                        leading = (num_experts, 2) if stack is gate_up else (num_experts,)
-                        stack[role] = torch.empty(leading + tensor.shape, dtype=tensor.dtype, device=self.device)
-                    stack[role][place].copy_(tensor)
-        gate_up = {role: stack.flatten(1, 2) if stack.ndim > 2 else stack for role, stack in gate_up.items()}
-        return first[0].experts(gate_up, down)
+                _require_same_format(first, (form, parts["weight"]))
+                if not stack.is_complete:
+                    read = {role: self._load.read(stored) for role, stored in parts.items()}
+                    stack.put(expert, half, self._converted(form, parts, read))
+        return first[0].experts(gate_up.tensors(), down.tensors())
 
     def finish(self) -> LoadReport:
         """The report of the load, once the model is built. ValueError if the folder holds a tensor that nobody asked
@@ -163,46 +147,77 @@ class FolderSource(Source):
     def _parts(self, name: str, out_features: int, in_features: int) -> tuple[Format, dict[str, Stored]]:
         """The format of the weight `name` and its tensors on disk by role, checked and accounted for."""
         load = self._load
-        found = {
-            suffix: load.tensors[key] for suffix in formats.SUFFIXES if (key := f"{name}.{suffix}") in load.tensors
-        }
-        if not any(suffix in found for suffix in formats.WEIGHT_SUFFIXES):
-            load.required(f"{name}.{formats.WEIGHT_SUFFIXES[0]}")
-        form = formats.recognise(found)
+        keys = {suffix: key for suffix in formats.SUFFIXES if (key := f"{name}.{suffix}") in load.tensors}
+        form, found = self._recognise(keys, f"{name}.{formats.WEIGHT_SUFFIXES[0]}")
         parts = formats.find_parts(form, found, out_features, in_features)
-        for suffix in found:
-            if suffix in form.ignored:
-                load.ignore(f"{name}.{suffix}", suffix)
-            else:
-                load.take(f"{name}.{suffix}", form.name)
+        self._account(form, keys)
         return form, parts
 
-    def _tensors(self, form: Format, parts: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-        """Each part of a weight by role, read and converted on the host, one at a time."""
-        for part in form.parts:
-            stored = self._load.read(parts[part.role])
-            try:
-                tensor = part.convert(stored, self.dtype)
-            except ValueError as error:
-                raise ValueError(f"{parts[part.role]}: {error}") from error
-            yield part.role, tensor
+    def _recognise(self, keys: dict[str, str], needed: str) -> tuple[Format, dict[str, Stored]]:
+        """The format of a weight from the native names of its tensors by suffix; `needed` is the name to miss."""
+        found = {suffix: self._load.tensors[key] for suffix, key in keys.items()}
+        if not any(suffix in found for suffix in formats.WEIGHT_SUFFIXES):
+            self._load.required(needed)
+        return formats.recognise(found), found
+
+    def _account(self, form: Format, keys: dict[str, str]) -> None:
+        for suffix, key in keys.items():
+            if suffix in form.ignored:
+                self._load.ignore(key, suffix)
+            else:
+                self._load.take(key, form.name)
+
+    def _converted(
+        self, form: Format, parts: dict[str, Stored], read: dict[str, Tensor], which: str = ""
+    ) -> dict[str, Tensor]:
+        """The tensors of one weight as its module holds them, by role, from those `read` of its parts, on the host.
+        `which` says in errors what of the parts was read."""
+        tensors, at_fault = {}, parts["weight"]
+        try:
+            for part in form.parts:
+                at_fault = parts[part.role]
+                tensors[part.role] = part.convert(read[part.role], self.dtype)
+            return form.repack(tensors) if form.repack else tensors
+        except ValueError as error:
+            raise ValueError(f"{at_fault}{which}: {error}") from error
 
     def _fused_experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> nn.Module:
-        """Experts stored as transformers holds them: gate_up_proj [E, 2I, H] (gate then up) and down_proj [E, H, I]."""
-        stacks = []
-        for leaf, shape in (
-            ("gate_up_proj", (num_experts, 2 * intermediate, hidden)),
-            ("down_proj", (num_experts, hidden, intermediate)),
+        """All experts in one tensor: gate_up_proj [E, 2I, H] (w1's rows, then w3's) and down_proj [E, H, I]."""
+        first: tuple[Format, Stored] | None = None
+        filled = []
+        for leaf, halves, size in (
+            ("gate_up_proj", 2, (2 * intermediate, hidden)),
+            ("down_proj", 1, (hidden, intermediate)),
         ):
-            stored = self._load.required(f"{name}.{leaf}")
-            formats.check(stored, formats.FLOATS, shape, " (stacked experts)")
-            self._load.take(f"{name}.{leaf}", formats.PLAIN.name)
-            stack = torch.empty(shape, dtype=self.dtype, device=self.device)
-            if not stack.is_meta:
-                for expert, weight in enumerate(self._load.read_rows(stored)):
-                    stack[expert].copy_(weight)
-            stacks.append({"weight": stack})
-        return formats.PLAIN.experts(*stacks)
+            keys = stacks.find_fused(self._load.tensors, f"{name}.{leaf}")
+            form, found = self._recognise(keys, f"{name}.{leaf}")
+            parts = formats.find_parts(form, found, *size, num_experts, halves)
+            first = first or (form, parts["weight"])
+            _require_same_format(first, (form, parts["weight"]))
+            self._account(form, keys)
+            stack = ExpertStack(num_experts, halves, self.device)
+            for expert, read in enumerate(self._split(form, parts, num_experts, halves)):
+                for half in range(halves):
+                    one = {role: matrices[half] for role, matrices in read.items()}
+                    which = f" (expert {expert}, {'w2' if halves == 1 else ('w1', 'w3')[half]})"
+                    stack.put(expert, half, self._converted(form, parts, one, which))
+                if stack.is_complete:
+                    break
+            filled.append(stack.tensors())
+        return first[0].experts(*filled)
+
+    def _split(
+        self, form: Format, parts: dict[str, Stored], count: int, halves: int
+    ) -> Iterator[dict[str, tuple[Tensor, ...]]]:
+        """The parts of a fused weight, expert by expert: by role, the tensors of its halves."""
+        by_role = {}
+        for part in form.parts:
+            if part.shape(0, 0) == ():
+                by_role[part.role] = stacks.split_scalars(self._load.read(parts[part.role]), count, halves)
+            else:
+                by_role[part.role] = (row.chunk(halves) for row in self._load.read_rows(parts[part.role]))
+        for matrices in zip(*by_role.values(), strict=False):
+            yield dict(zip(by_role, matrices, strict=True))
 
 
 def load_folder(
@@ -254,7 +269,9 @@ class _Load:
             self.naming = names.recognise(kept)
         except ValueError as error:
             raise ValueError(f"{folder.path}: {error}") from error
-        self.report = LoadReport(folder.path, self.naming.name, unused_files=folder.unused_files)
+        self.report = LoadReport(
+            folder.path, self.naming.name, draft=names.draft_kind(folder.tensors), unused_files=folder.unused_files
+        )
         for name in folder.tensors.keys() - kept.keys():
             prefix = next(prefix for prefix in names.SKIPPED_PREFIXES if name.startswith(prefix))
             self.report.skipped.setdefault(prefix, Count()).add(folder.tensors[name])
@@ -300,6 +317,9 @@ class _Load:
         return tensor
 
     def read_rows(self, stored: Stored) -> Iterator[Tensor]:
+        if self.device.type == "meta":
+            yield self.read(stored)[0]
+            return
         for row in self.reader.read_rows(stored):
             self._advance(row.nbytes)
             yield row
@@ -321,11 +341,12 @@ class _Load:
         return replace(self.report, seconds=time.monotonic() - self.start)
 
 
-def _unsupported(weight: Stored, form: Format, what: str) -> ValueError:
-    return ValueError(
-        f"{weight} is {what} stored as {form.name}, which is recognised but not supported yet; "
-        "use a checkpoint that stores it as NVFP4, BF16, F16 or F32"
-    )
+def _require_same_format(first: tuple[Format, Stored], other: tuple[Format, Stored]) -> None:
+    if other[0] is not first[0]:
+        raise ValueError(
+            f"{other[1]} is {other[0].name}, but {first[1].name} is {first[0].name}; expected one format for all experts "
+            "of a layer"
+        )
 
 
 def _size(nbytes: float) -> str:

@@ -270,9 +270,7 @@ def _read_rope(values: dict, head_dim: int) -> dict:
         raise ValueError("found neither qk_rope_head_dim nor partial_rotary_factor, expected one of them")
     require(dims.count(dims[0]) == len(dims), "qk_rope_head_dim", dims, "head_dim times partial_rotary_factor")
     out = {"qk_rope_head_dim": dims[0], "yarn": None}
-    nested_thetas = (
-        (main.get("rope_theta"), compress.get("rope_theta")) if nested else (scaling.get("rope_theta"), None)
-    )
+    nested_thetas = (main.get("rope_theta"), compress.get("rope_theta")) if nested else (scaling.get("rope_theta"), None)
     for name, inner in zip(("rope_theta", "compress_rope_theta"), nested_thetas, strict=True):
         thetas = [number(name, theta) for theta in (inner, values.get(name)) if theta is not None]
         out[name] = thetas[0] if thetas else present(values, name)
@@ -281,9 +279,7 @@ def _read_rope(values: dict, head_dim: int) -> dict:
         given = {field.name: compress[field.name] for field in fields(Yarn) if compress.get(field.name) is not None}
         for name in ("factor", "original_max_position_embeddings"):
             present(given, name)
-        floats = {
-            name: number(f"rope {name}", given[name]) for name in set(given) & {"factor", "beta_fast", "beta_slow"}
-        }
+        floats = {name: number(f"rope {name}", given[name]) for name in set(given) & {"factor", "beta_fast", "beta_slow"}}
         out["yarn"] = Yarn(**given | floats)
     return out
 

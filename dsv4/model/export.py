@@ -57,6 +57,23 @@ def quantization_config(num_hidden_layers: int) -> dict:
     }
 
 
+def stored_kind(name: str) -> str:
+    """How the format stores a native-named tensor: "nvfp4", "fp8", or as plain "bfloat16", "float32" or "int64".
+
+    ValueError for a name that the format has no place for.
+    """
+    for pattern, kind in (
+        (_EXPERT, "nvfp4"),
+        (_FP8, "fp8"),
+        (_INT64, "int64"),
+        (_FLOAT32, "float32"),
+        (_BFLOAT16, "bfloat16"),
+    ):
+        if pattern.search(name):
+            return kind
+    raise ValueError(f"{name}: not a tensor of a DeepSeek-V4 checkpoint")
+
+
 def nvfp4_tensors(tensors: dict[str, Tensor], input_amax: float = 2688.0) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint's tensors, name by name, from native-named float tensors (2-d weights [out, in]).
 
@@ -68,40 +85,37 @@ def nvfp4_tensors(tensors: dict[str, Tensor], input_amax: float = 2688.0) -> Ite
             raise ValueError(f"{name}: expected a float tensor, found {value.dtype}")
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise ValueError(f"{name}: holds values that are not finite")
-        if match := _EXPERT.match(name):
-            yield from _expert_tensors(tensors, match[1], match[2], input_amax)
-        elif _FP8.match(name):
+        kind = stored_kind(name)
+        if kind == "nvfp4":
+            prefix, part = _EXPERT.match(name).groups()
+            yield from _expert_tensors(tensors, prefix, part, input_amax)
+        elif kind == "fp8":
             if value.dim() != 2:
                 raise ValueError(f"{name}: expected [out, in], found shape {tuple(value.shape)}")
             weight, scale = quantize_fp8_block(value)
             yield name, weight
             yield name.removesuffix("weight") + "scale", scale
-        elif _INT64.search(name):
-            yield name, value.to(torch.int64)
-        elif _FLOAT32.search(name):
-            yield name, value.float()
-        elif _BFLOAT16.search(name):
-            yield name, value.to(torch.bfloat16)
         else:
-            raise ValueError(f"{name}: not a tensor of a DeepSeek-V4 checkpoint")
+            yield name, value.to(getattr(torch, kind))
 
 
-def _expert_tensors(
-    tensors: dict[str, Tensor], prefix: str, part: str, input_amax: float
-) -> Iterator[tuple[str, Tensor]]:
+def shared_scale_2(*weights: Tensor) -> Tensor:
+    """The scale_2 of weights quantised together: fused gate-up kernels read one for w1 and w3."""
+    amax = max(weight.float().abs().max() for weight in weights)
+    return torch.as_tensor(amax / (E2M1_MAX * E4M3_MAX), dtype=torch.float32) if amax > 0 else torch.tensor(1.0)
+
+
+def _expert_tensors(tensors: dict[str, Tensor], prefix: str, part: str, input_amax: float) -> Iterator[tuple[str, Tensor]]:
     missing = [p for p in ("w1", "w2", "w3") if f"{prefix}{p}.weight" not in tensors]
     if missing:
         raise ValueError(f"{prefix.rstrip('.')}: lacks {', '.join(missing)}")
     value = tensors[f"{prefix}{part}.weight"]
     if value.dim() != 2 or value.shape[1] % GROUP:
         raise ValueError(
-            f"{prefix}{part}.weight: NVFP4 needs [out, in] with in divisible by {GROUP}, "
-            f"found shape {tuple(value.shape)}"
+            f"{prefix}{part}.weight: NVFP4 needs [out, in] with in divisible by {GROUP}, found shape {tuple(value.shape)}"
         )
-    scale_2 = None
-    if part != "w2":  # fused gate-up kernels read one scale for both
-        amax = max(tensors[f"{prefix}{p}.weight"].float().abs().max() for p in ("w1", "w3"))
-        scale_2 = torch.as_tensor(amax / (E2M1_MAX * E4M3_MAX), dtype=torch.float32) if amax > 0 else torch.tensor(1.0)
+    both = ("w1", "w3") if part != "w2" else ("w2",)
+    scale_2 = shared_scale_2(*(tensors[f"{prefix}{p}.weight"] for p in both))
     packed, scale, scale_2 = quantize_nvfp4(value, scale_2)
     name = f"{prefix}{part}."
     yield name + "weight", packed
@@ -136,7 +150,7 @@ def save_nvfp4_experts(
         raise ValueError(f"tensors: layers {sorted(found)} do not match num_hidden_layers {layers}")
     shards = [{}]
     size = total = 0
-    for name, value in nvfp4_tensors(tensors):
+    for name, value in nvfp4_tensors(tensors, input_amax):
         bytes_ = value.numel() * value.element_size()
         if shards[-1] and size + bytes_ > shard_bytes:
             shards.append({})
@@ -151,21 +165,19 @@ def save_nvfp4_experts(
     folder.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
     try:
-        for file, shard in zip(files, shards):
+        for file, shard in zip(files, shards, strict=True):
             save_file(shard, aside / file, metadata={"format": "pt"})
             (aside / file).chmod(0o644)  # safetensors creates files that only their owner may read
         if len(shards) > 1:
             index = {
                 "metadata": {"total_size": total},
-                "weight_map": {name: file for file, shard in zip(files, shards) for name in shard},
+                "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
             }
             (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
             files.append("model.safetensors.index.json")
         config = {**config_json, "quantization_config": quantization_config(layers)}
         (aside / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        for stale in folder.glob(
-            "model*.safetensors*"
-        ):  # a checkpoint of another shard count must not linger beside this
+        for stale in folder.glob("model*.safetensors*"):  # a checkpoint of another shard count must not linger beside this
             if stale.name not in files:
                 stale.unlink()
         for file in [*files, "config.json"]:

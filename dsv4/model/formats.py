@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dsv4.model.linear import Fp8BlockLinear, Nvfp4Experts, Nvfp4Linear, PlainExperts, PlainLinear
+from dsv4.model.linear import Fp8BlockLinear, Fp8Experts, Nvfp4Experts, Nvfp4Linear, PlainExperts, PlainLinear
 from dsv4.model.shards import Stored
-from dsv4.ops import fp8, nvfp4
+from dsv4.ops import fp8, mxfp4, nvfp4
 
 FLOATS = ("BF16", "F16", "F32")
 
@@ -36,16 +36,19 @@ class Format:
 
     linear(tensors by role, groups) and experts(gate_up tensors by role, down tensors by role) build the modules; the
     experts' tensors are stacked: gate_up [E, 2I, ...] (w1's rows, then w3's) and down [E, H, ...], scalars [E, 2] and
-    [E]. None where the format is recognised only to be refused by its name.
+    [E]. Where files and modules have different parts, `repack` turns the tensors of one weight from the one to the
+    other, by role.
     """
 
     name: str
     weight: Part
+    linear: Callable[[dict[str, Tensor], int], nn.Module]
+    experts: Callable[[dict[str, Tensor], dict[str, Tensor]], nn.Module]
     scales: tuple[Part, ...] = ()
     ignored: tuple[str, ...] = ()  # suffixes accounted for but not read
     in_multiple: int = 1  # in_features must be a multiple
-    linear: Callable[[dict[str, Tensor], int], nn.Module] | None = None
-    experts: Callable[[dict[str, Tensor], dict[str, Tensor]], nn.Module] | None = None
+    out_block: int = 1  # rows that share a scale: w1 and w3 stored as one tensor must meet at a multiple
+    repack: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -78,20 +81,33 @@ def _scalar_scale(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return _float_scale(tensor, dtype).reshape(())
 
 
+def _reciprocal_scale(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # A subnormal's reciprocal is infinite in float32.
+    _require(tensor.isfinite() & (tensor > 0) & tensor.reciprocal().isfinite(), tensor, "above zero")
+    return tensor.reciprocal().reshape(())
+
+
+def _e8m0_scale(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    byte = tensor.view(torch.uint8)
+    if byte.is_meta or byte.numel() == 0 or byte.max() == 255:
+        _require(byte != 255, tensor)
+    return tensor
+
+
 def _block_scale(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == torch.float8_e8m0fnu:
         tensor = fp8.decode_e8m0(tensor)
     return _float_scale(tensor, dtype)
 
 
-def _require(good: Tensor, values: Tensor) -> None:
+def _require(good: Tensor, values: Tensor, range_: str = "that is not negative") -> None:
     """ValueError with the first value that is not good. Headers alone (meta tensors) hold no values to check."""
     if good.is_meta or bool(good.all()):
         return
     position = (~good.flatten()).nonzero()[0].item()
     raise ValueError(
         f"element {position} of this scale is {values.float().flatten()[position].item()}, expected a finite "
-        "number that is not negative; the file is damaged or the export was wrong"
+        f"number {range_}; the file is damaged or the export was wrong"
     )
 
 
@@ -103,20 +119,38 @@ def _blocks(out_features: int, in_features: int) -> tuple[int, int]:
     return -(-out_features // fp8.BLOCK), -(-in_features // fp8.BLOCK)
 
 
+def _nvfp4_linear(tensors: dict[str, Tensor], groups: int) -> nn.Module:
+    return Nvfp4Linear(tensors["weight"], tensors["scale"], tensors["scale_2"], groups)
+
+
+def _nvfp4_experts(gate_up: dict[str, Tensor], down: dict[str, Tensor]) -> nn.Module:
+    return Nvfp4Experts(*(stack[role] for stack in (gate_up, down) for role in ("weight", "scale", "scale_2")))
+
+
+def _mxfp4_to_nvfp4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(zip(("weight", "scale", "scale_2"), mxfp4.mxfp4_to_nvfp4(tensors["weight"], tensors["scale"]), strict=True))
+
+
+_NVFP4_SCALE = Part("scale", ("weight_scale",), ("F8_E4M3",), lambda n, k: (n, k // nvfp4.GROUP), _e4m3_scale)
+
 NVFP4 = Format(
     name="NVFP4",
     weight=Part("weight", ("weight",), ("U8",), _packed, _as_stored),
-    scales=(
-        Part("scale", ("weight_scale",), ("F8_E4M3",), lambda n, k: (n, k // nvfp4.GROUP), _e4m3_scale),
-        Part("scale_2", ("weight_scale_2",), ("F32",), lambda n, k: (), _scalar_scale),
-    ),
+    scales=(_NVFP4_SCALE, Part("scale_2", ("weight_scale_2",), ("F32",), lambda n, k: (), _scalar_scale)),
     ignored=("input_scale",),  # the activation's, for engines that quantise activations too
     in_multiple=nvfp4.GROUP,
-    linear=lambda t, groups: Nvfp4Linear(t["weight"], t["scale"], t["scale_2"], groups),
-    experts=lambda gate_up, down: Nvfp4Experts(
-        *(gate_up[role] for role in ("weight", "scale", "scale_2")),
-        *(down[role] for role in ("weight", "scale", "scale_2")),
-    ),
+    linear=_nvfp4_linear,
+    experts=_nvfp4_experts,
+)
+# As compressed-tensors (llm-compressor) writes it: the global scale divides, where ModelOpt's scale_2 multiplies.
+NVFP4_RECIPROCAL = Format(
+    name="NVFP4 (compressed-tensors)",
+    weight=Part("weight", ("weight_packed",), ("U8",), _packed, _as_stored),
+    scales=(_NVFP4_SCALE, Part("scale_2", ("weight_global_scale",), ("F32",), lambda n, k: (), _reciprocal_scale)),
+    ignored=("input_global_scale",),
+    in_multiple=nvfp4.GROUP,
+    linear=_nvfp4_linear,
+    experts=_nvfp4_experts,
 )
 FP8_BLOCK = Format(
     name="FP8 block",
@@ -124,13 +158,19 @@ FP8_BLOCK = Format(
     # "inv" or not, the scale multiplies.
     scales=(Part("scale", ("scale", "weight_scale_inv", "weight_scale"), ("F8_E8M0", "F32"), _blocks, _block_scale),),
     ignored=("input_scale",),
+    out_block=fp8.BLOCK,
     linear=lambda t, groups: Fp8BlockLinear(t["weight"], t["scale"], groups),
+    experts=lambda gate_up, down: Fp8Experts(gate_up["weight"], gate_up["scale"], down["weight"], down["scale"]),
 )
+# Held as NVFP4, to which it is cast without loss, so that there is one 4-bit format to run.
 MXFP4 = Format(
     name="MXFP4",
     weight=Part("weight", ("weight",), ("I8",), _packed, _as_stored),
-    scales=(Part("scale", ("scale", "weight_scale"), ("F8_E8M0",), lambda n, k: (n, k // 32), _block_scale),),
-    in_multiple=32,
+    scales=(Part("scale", ("scale", "weight_scale"), ("F8_E8M0",), lambda n, k: (n, k // mxfp4.GROUP), _e8m0_scale),),
+    in_multiple=mxfp4.GROUP,
+    repack=_mxfp4_to_nvfp4,
+    linear=_nvfp4_linear,
+    experts=_nvfp4_experts,
 )
 PLAIN = Format(
     name="plain",
@@ -138,7 +178,7 @@ PLAIN = Format(
     linear=lambda t, groups: PlainLinear(t["weight"], groups),
     experts=lambda gate_up, down: PlainExperts(gate_up["weight"], down["weight"]),
 )
-FORMATS = (NVFP4, FP8_BLOCK, MXFP4, PLAIN)
+FORMATS = (NVFP4, NVFP4_RECIPROCAL, FP8_BLOCK, MXFP4, PLAIN)
 
 WEIGHT_SUFFIXES = tuple(dict.fromkeys(suffix for form in FORMATS for suffix in form.weight.suffixes))
 SUFFIXES = tuple(
@@ -185,30 +225,57 @@ def _suffix(part: Part, found: Mapping[str, Stored]) -> str | None:
     return next((suffix for suffix in part.suffixes if suffix in found), None)
 
 
-def find_parts(form: Format, found: Mapping[str, Stored], out_features: int, in_features: int) -> dict[str, Stored]:
+def find_parts(
+    form: Format,
+    found: Mapping[str, Stored],
+    out_features: int,
+    in_features: int,
+    count: int | None = None,
+    halves: int = 1,
+) -> dict[str, Stored]:
     """The tensors on disk of a weight [out_features, in_features] by role, after `recognise`.
 
-    ValueError when a part has another dtype or shape than the format defines.
+    With `count`, they are those of so many experts' weights in one tensor [count, out_features, in_features], of which
+    each is `halves` matrices one above the other (2: w1 and w3); then there may be one scalar for all, one for each
+    expert, or one for each matrix. ValueError when a part has another dtype or shape than the format defines.
     """
+    weight = _weight(form, found)
     if in_features % form.in_multiple:
         raise ValueError(
-            f"{_weight(form, found)}: {form.name} needs in_features divisible by {form.in_multiple}, "
+            f"{weight}: {form.name} needs in_features divisible by {form.in_multiple}, "
             f"config.json asks for {in_features}; they are of different models"
+        )
+    if halves > 1 and out_features // halves % form.out_block:
+        raise ValueError(
+            f"{weight}: w1 and w3 in one {form.name} tensor need rows divisible by {form.out_block}, "
+            f"config.json asks for {out_features // halves}; store them apart"
         )
     parts = {part.role: found[_suffix(part, found)] for part in form.parts}
     for part in form.parts:
-        check(parts[part.role], part.dtypes, part.shape(out_features, in_features), f" ({form.name} {part.role})")
+        shape, others = part.shape(out_features, in_features), ((1,),)
+        if count is not None and shape:
+            shape = (count, *shape)
+        elif count is not None:
+            others = tuple((*one, *tail) for one in ((), (count,), (count, halves)) for tail in ((), (1,), (1, 1)))
+        what = f" ({form.name} {part.role}{'' if count is None else ' of stacked experts'})"
+        check(parts[part.role], part.dtypes, shape, what, others if shape == () else ())
     return parts
 
 
-def check(stored: Stored, dtypes: tuple[str, ...], shape: tuple[int, ...], what: str = "") -> None:
-    """ValueError unless the tensor has one of the dtypes and the shape; [1] will do for a scalar."""
+def check(
+    stored: Stored,
+    dtypes: tuple[str, ...],
+    shape: tuple[int, ...],
+    what: str = "",
+    others: tuple[tuple[int, ...], ...] = (),
+) -> None:
+    """ValueError unless the tensor has one of the dtypes, and the shape or one of the others."""
     if stored.dtype not in dtypes:
         raise ValueError(
             f"{stored}{what} has dtype {stored.dtype}, expected {' or '.join(dtypes)}; "
             "the checkpoint is in a format that is not read"
         )
-    if stored.shape != shape and not (shape == () and stored.shape == (1,)):
+    if stored.shape != shape and stored.shape not in others:
         raise ValueError(
             f"{stored}{what} has shape {list(stored.shape)}, expected {list(shape)}; "
             "config.json and the weights are of different models"

@@ -51,14 +51,18 @@ class Nvfp4Linear(nn.Module):
 
     def __init__(self, weight: Tensor, scale: Tensor, scale_2: Tensor, groups: int = 1):
         super().__init__()
-        if groups != 1:
-            raise ValueError(f"a grouped linear (wo_a) in NVFP4 is not supported yet, found {groups} groups")
+        self.groups = groups
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("scale_2", scale_2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear_nvfp4(x, self.weight, self.scale, self.scale_2)
+        if self.groups == 1:
+            return ops.linear_nvfp4(x, self.weight, self.scale, self.scale_2)
+        # One call a group: the rows of a group are contiguous in the weight, and its inputs [T, K] in x [T, G, K].
+        weights, scales = self.weight.chunk(self.groups), self.scale.chunk(self.groups)
+        parts = [ops.linear_nvfp4(x[..., g, :], weights[g], scales[g], self.scale_2) for g in range(self.groups)]
+        return torch.cat(parts, -1)
 
     def fp32(self, x: Tensor) -> Tensor:
         """The same with a float32 result, unrounded."""
@@ -75,6 +79,21 @@ class PlainExperts(nn.Module):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float) -> Tensor:
         return ops.moe(x, experts, weights, self.gate_up, self.down, limit)
+
+
+class Fp8Experts(nn.Module):
+    """gate_up float8_e4m3fn [E, 2I, H] (w1 then w3) with scale float32 [E, 2 ceil(I/128), ceil(H/128)]; down
+    float8_e4m3fn [E, H, I] with scale float32 [E, ceil(H/128), ceil(I/128)]."""
+
+    def __init__(self, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor):
+        super().__init__()
+        self.register_buffer("gate_up", gate_up)
+        self.register_buffer("gate_up_scale", gate_up_scale)
+        self.register_buffer("down", down)
+        self.register_buffer("down_scale", down_scale)
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float) -> Tensor:
+        return ops.moe_fp8(x, experts, weights, self.gate_up, self.gate_up_scale, self.down, self.down_scale, limit)
 
 
 class Nvfp4Experts(nn.Module):

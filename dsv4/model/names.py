@@ -11,6 +11,7 @@ Names are compared whole, after their numbers are replaced by `*`. So `layers.1`
 module cannot match `norm` in another, and `w1.weight` cannot match `w1.weight_scale`.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -74,11 +75,17 @@ LAYER_TENSORS = {
     "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
     "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
     "ffn.gate.tid2eid": "mlp.gate.tid2eid",
-    # Fused expert stacks exist in hf only; their native spelling here is ours.
-    "ffn.experts.gate_up_proj": "mlp.experts.gate_up_proj",
-    "ffn.experts.down_proj": "mlp.experts.down_proj",
-    "ffn.experts.gate_up_proj_scale_inv": "mlp.experts.gate_up_proj_scale_inv",
-    "ffn.experts.down_proj_scale_inv": "mlp.experts.down_proj_scale_inv",
+}
+# Fused expert stacks exist in hf only; their native spelling here is ours. The weight itself ends in nothing or is a
+# module with a `.weight`; scales follow a dot, or an underscore and then are tensors of their own.
+FUSED_EXPERTS = ("gate_up_proj", "down_proj")
+FUSED_ENDINGS = (
+    *("", "_weight", "_packed", "_weight_packed", "_scale", "_scale_inv", "_weight_scale", "_weight_scale_inv"),
+    *("_weight_scale_2", "_weight_global_scale", "_input_scale", "_input_global_scale"),
+)
+LAYER_MODULES |= {f"ffn.experts.{leaf}": f"mlp.experts.{leaf}" for leaf in FUSED_EXPERTS}
+LAYER_TENSORS |= {
+    f"ffn.experts.{leaf}{ending}": f"mlp.experts.{leaf}{ending}" for leaf in FUSED_EXPERTS for ending in FUSED_ENDINGS
 }
 
 # Where hf-original is neither `model.` + native nor, for the top tensors, hf.
@@ -90,6 +97,7 @@ HF_ORIGINAL_MODULES = {
 
 # The block scale of a module: native suffix, hf suffix. Every other suffix is the same in all namings.
 NATIVE_SCALE, HF_SCALE = "scale", "weight_scale_inv"
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component of a name
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +137,7 @@ class Naming:
 
 def _pattern(name: str) -> tuple[str, list[str]]:
     """`layers.10.ffn.experts.3.w1.weight` -> (`layers.*.ffn.experts.*.w1.weight`, ["10", "3"])."""
-    parts = name.split(".")
-    numbers = [part for part in parts if part.isascii() and part.isdigit()]
-    return ".".join("*" if part.isascii() and part.isdigit() else part for part in parts), numbers
+    return _NUMBER.sub("*", name), _NUMBER.findall(name)
 
 
 def _fill(pattern: str, numbers: list[str]) -> str:
@@ -179,6 +185,16 @@ def _required(translated: str | None, name: str, naming: Naming) -> str:
 def is_skipped(name: str) -> bool:
     """Whether a tensor belongs to a draft head (`mtp.`), which dsv4 does not load."""
     return name.startswith(SKIPPED_PREFIXES)
+
+
+def draft_kind(names: Iterable[str]) -> str | None:
+    """What kind of draft head a checkpoint has, by the projection that only this kind has: "MTP" (one block, the first
+    release), "DSpark" (three blocks, the later ones), "unknown kind", or None without one."""
+    drafts = [name for name in names if is_skipped(name)]
+    for module, kind in (("e_proj", "MTP"), ("main_proj", "DSpark")):
+        if any(module in name.split(".") for name in drafts):
+            return kind
+    return "unknown kind" if drafts else None
 
 
 def recognise(names: Iterable[str]) -> Naming:

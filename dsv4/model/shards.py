@@ -7,6 +7,7 @@ told from a foreign one, and so that everything can be checked before the first 
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 # Bits of each dtype a header may name; those not in TORCH_DTYPES can be skipped but not read.
@@ -79,7 +81,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         if not isinstance(header, dict):
             raise ValueError("it is not a JSON object")
         tensors = [_parse(file, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise ValueError(f"{file}: corrupt header: {error}; download it again") from error
     _check_layout(file, tensors, 8 + length, size)
     return {stored.name: stored for stored in tensors}
@@ -88,12 +90,20 @@ def read_header(file: Path) -> dict[str, Stored]:
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = dict(pairs)
     if len(keys) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+        seen = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{twice!r} occurs twice")
     return keys
 
 
+def _is_word(name: str) -> bool:
+    """Whether a name can stand in a message of one line."""
+    return name.isprintable() and name != ""
+
+
 def _parse(file: Path, name: str, entry: object, data_start: int) -> Stored:
+    if not _is_word(name):
+        raise ValueError(f"a tensor has the name {name!r}")
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
             pass
@@ -175,15 +185,18 @@ class Folder:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        index = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}; download it again") from error
+        index = json.loads(file.read_bytes(), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: damaged index: {error}; download it again") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{file}: no weight_map; download it again")
     for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"{file}: {tensor} is in {shard!r}, expected the name of a file in the same folder")
+        if not _is_word(tensor):
+            raise ValueError(f"{file}: damaged index: a tensor has the name {tensor!r}; download it again")
+        # Not a path, neither upwards nor absolute; 255 bytes is what file systems allow.
+        if not (isinstance(shard, str) and _SHARD.fullmatch(shard) and len(shard) < 256):
+            raise ValueError(f"{file}: {tensor} is in {shard!r:.300}, expected the name of a *.safetensors file beside it")
     return weight_map
 
 

@@ -8,7 +8,7 @@ from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
 from dsv4.ops.index_topk import index_topk
 from dsv4.ops.kv_write import kv_write
 from dsv4.ops.linear import linear_fp32
-from dsv4.ops.moe import clamped_swiglu, moe, moe_nvfp4
+from dsv4.ops.moe import clamped_swiglu, moe, moe_fp8, moe_nvfp4
 from dsv4.ops.nvfp4 import linear_nvfp4
 from dsv4.ops.rope import kv_rope, q_rope
 from dsv4.ops.route import route_hash, route_topk
@@ -28,6 +28,7 @@ __all__ = [
     "linear_fp32",
     "linear_nvfp4",
     "moe",
+    "moe_fp8",
     "moe_nvfp4",
     "q_rope",
     "registered",

@@ -1,9 +1,9 @@
 """The one way to add an op to the `dsv4::` namespace.
 
 `op(schema, fake=...)` decorates the plain PyTorch reference of an op and registers, in one step, its schema, its fake
-(the shape function that torch.compile traces) and the reference as its implementation, on CUDA unless `cuda` gives a kernel. An op without a fake
-or without a reference cannot be written with it. `Library.define` is used and not `custom_op` because it costs 2 us a call in
-eager mode instead of 21.
+(the shape function that torch.compile traces) and the reference as its implementation, on CUDA unless `cuda` gives a
+kernel. An op without a fake or without a reference cannot be written with it. `Library.define` is used and not
+`custom_op` because it costs 2 us a call in eager mode instead of 21.
 """
 
 from collections.abc import Callable

@@ -213,9 +213,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 @op(
     "hc_head(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float eps, float hc_eps) -> Tensor",
-    fake=lambda streams, fn, base, scale, norm_weight, eps, hc_eps: streams.new_empty(
-        (streams.shape[0], streams.shape[2])
-    ),
+    fake=lambda streams, fn, base, scale, norm_weight, eps, hc_eps: streams.new_empty((streams.shape[0], streams.shape[2])),
     cuda=_hc_head_cuda,
 )
 def hc_head_ref(

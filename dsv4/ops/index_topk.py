@@ -139,9 +139,7 @@ def index_topk_ref(
     return torch.cat(picked)
 
 
-def index_topk(
-    q: Tensor, weights: Tensor, keys: Tensor, positions: Tensor, slots: Tensor, rate: int, topk: int
-) -> Tensor:
+def index_topk(q: Tensor, weights: Tensor, keys: Tensor, positions: Tensor, slots: Tensor, rate: int, topk: int) -> Tensor:
     """q [T, heads, d], weights float32 [T, heads] (already scaled), keys [S, blocks, d], positions and slots int64 [T].
     Returns int32 [T, min(topk, blocks)]: block numbers in no particular order, -1 where there are fewer."""
     return torch.ops.dsv4.index_topk(q, weights, keys, positions, slots, rate, topk)

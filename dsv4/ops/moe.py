@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
+from dsv4.ops.fp8 import BLOCK
 from dsv4.ops.kernels.moe import Weights, run_experts
 from dsv4.ops.nvfp4 import dequantize_nvfp4
 
@@ -140,3 +141,51 @@ def moe_nvfp4(
     return torch.ops.dsv4.moe_nvfp4(
         x, experts, weights, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2, limit
     )
+
+
+def _dequantize_stack(weight: Tensor, scale: Tensor) -> Tensor:
+    """float8_e4m3fn [..., N, K] and float32 [..., ceil(N/128), ceil(K/128)] -> float32 [..., N, K]."""
+    rows, columns = weight.shape[-2:]
+    scale = scale.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+    return weight.float() * scale
+
+
+@op(
+    "moe_fp8(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down, "
+    "Tensor down_scale, float limit) -> Tensor",
+    fake=_fake,
+)
+def moe_fp8_ref(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    limit: float,
+) -> Tensor:
+    """FP8-block expert weights, dequantised to float32. w1's last row of blocks may be shorter than 128 rows, and w3's
+    first begins anew."""
+
+    def weight_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+        both, scale = (tensor[ids].unflatten(1, (2, -1)) for tensor in (gate_up, gate_up_scale))
+        return _dequantize_stack(both, scale).flatten(1, 2), _dequantize_stack(down[ids], down_scale[ids])
+
+    return _mixture(x, experts, weights, limit, down.shape[0], weight_of)
+
+
+def moe_fp8(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    limit: float,
+) -> Tensor:
+    """x [T, H], experts int32 [T, k], weights float32 [T, k]; gate_up float8_e4m3fn [E, 2I, H] (w1 then w3) and its
+    scale float32 [E, 2 ceil(I/128), ceil(H/128)] (w1's blocks, then w3's); down [E, H, I] and [E, ceil(H/128),
+    ceil(I/128)]. Returns float32 [T, H]. There is no CUDA kernel: the reference runs on every device."""
+    return torch.ops.dsv4.moe_fp8(x, experts, weights, gate_up, gate_up_scale, down, down_scale, limit)

@@ -128,9 +128,7 @@ def test_compiled_tokens_are_the_eager_ones(settings, draw):
 def test_no_recompilation_for_any_length_or_filling(draw):
     """Prompts of 1 to 300 tokens, one to seven of them in three slots, all settings mixed, scored and generated."""
     for number in (1, 2, 3, 4, 7):
-        rows = [
-            prompt(draw, draw.random.choice((1, 2, 3, 4, 63, 64, 65, 96, 97, 128, 160, 300))) for _ in range(number)
-        ]
+        rows = [prompt(draw, draw.random.choice((1, 2, 3, 4, 63, 64, 65, 96, 97, 128, 160, 300))) for _ in range(number)]
         settings = draw.random.choice(
             [
                 GREEDY,

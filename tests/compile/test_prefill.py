@@ -12,9 +12,7 @@ def lengths(prompts: list[int], sizes: list[int]) -> list[int]:
 
 def test_one_chunk_by_hand():
     [chunk] = chunks([(2, [11, 12]), (0, [13])], [2, 5])
-    assert chunk == Chunk(
-        [11, 12, 13, 0, 0], [0, 1, 0, 0, 0], [2, 2, 0, -1, -1], [Piece(2, 0, 0, 2), Piece(0, 2, 0, 1)]
-    )
+    assert chunk == Chunk([11, 12, 13, 0, 0], [0, 1, 0, 0, 0], [2, 2, 0, -1, -1], [Piece(2, 0, 0, 2), Piece(0, 2, 0, 1)])
 
 
 def test_a_prompt_crosses_chunks():

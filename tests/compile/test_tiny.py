@@ -64,7 +64,5 @@ def test_bf16_text_equals_transformers(compiled):
         expected = logits[start - 1 : -1].argmax(-1).tolist()
         parted = first_difference(completion.token_ids, expected, lambda i: completion.logprobs[i].top)  # noqa: B023
         compared.append(parted)
-        print(
-            f"{'all ' + str(STEPS) if parted is None else parted[0]} tokens equal; margin there {parted and parted[1]}"
-        )
+        print(f"{'all ' + str(STEPS) if parted is None else parted[0]} tokens equal; margin there {parted and parted[1]}")
         assert parted is None or parted[1] < 1e-2

@@ -88,9 +88,7 @@ def test_long_context(keys, draw):
     check(args)
 
 
-@pytest.mark.parametrize(
-    ("dim", "heads", "rope"), ((64, 4, 16), (16, 3, 16), (192, 17, 64), (128, 33, 32), (512, 5, 64))
-)
+@pytest.mark.parametrize(("dim", "heads", "rope"), ((64, 4, 16), (16, 3, 16), (192, 17, 64), (128, 33, 32), (512, 5, 64)))
 @pytest.mark.parametrize("mode", ("window", "picks", "all"))
 def test_other_widths(mode, dim, heads, rope, draw):
     batch = make_batch(BATCHES["mixed"], GARBAGE_POSITIONS)

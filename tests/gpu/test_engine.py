@@ -62,7 +62,7 @@ def test_capture_at_position_0_replays_across_block_boundaries(engine, eager):
     )
     parted = next((i for i in range(steps) if a.token_ids[i] != b.token_ids[i]), steps)
     off = [abs(x.logprob - y.logprob) for x, y in zip(a.logprobs[:parted], b.logprobs[:parted], strict=True)]
-    print(f"equal to eager for {parted} tokens, difference of log-probabilities mean {sum(off) / parted:.4f}, largest {max(off):.3f}")
+    print(f"equal to eager for {parted} tokens; log-probabilities off by {sum(off) / parted:.4f}, at most {max(off):.3f}")
     if parted < steps:
         best, second = sorted(a.logprobs[parted].top.values(), reverse=True)[:2]
         assert best - second < 0.1, f"token {parted} differs with a margin of {best - second}"
@@ -103,7 +103,8 @@ def test_a_thousand_steps_allocate_nothing(engine):
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
     assert [len(c.token_ids) for c in done] == [1000, 1000]
-    print(f"two rows at {done[0].timing.tokens_per_second:.0f} tokens/s each, first after {done[0].timing.time_to_first_token:.4f} s")
+    timing = done[0].timing
+    print(f"two rows at {timing.tokens_per_second:.0f} tokens/s each, first after {timing.time_to_first_token:.4f} s")
 
 
 def test_results_do_not_depend_on_neighbours(engine):

@@ -72,9 +72,7 @@ def test_topk_1024(draw):
     check_same(inputs(draw, (262144, 16383, 1025), topk=1024))
 
 
-@pytest.mark.parametrize(
-    ("heads", "dim", "topk"), ((4, 32, 8), (1, 64, 1), (12, 96, 33), (20, 128, 100), (64, 32, 2000))
-)
+@pytest.mark.parametrize(("heads", "dim", "topk"), ((4, 32, 8), (1, 64, 1), (12, 96, 33), (20, 128, 100), (64, 32, 2000)))
 def test_other_widths(heads, dim, topk, draw):
     check_same(inputs(draw, (0, 7, 8, 9, None, 40, 333, 2100), heads, dim, topk=topk))
     check_same(inputs(draw, (9, 5), heads, dim, blocks=9, topk=topk))

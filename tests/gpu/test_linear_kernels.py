@@ -104,9 +104,7 @@ def test_zero_activations_and_leading_dimensions():
     )
     assert ops.linear_fp8_block(x[:0], weight, scale).shape == (0, 3, 64)
     strided = activations(4, 512)[:, 256:]
-    assert torch.equal(
-        ops.linear_fp8_block(strided, weight, scale), ops.linear_fp8_block(strided.clone(), weight, scale)
-    )
+    assert torch.equal(ops.linear_fp8_block(strided, weight, scale), ops.linear_fp8_block(strided.clone(), weight, scale))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 32])
@@ -151,6 +149,4 @@ def test_what_the_kernels_do_not_read_is_refused():
 def test_float32_activations_run_the_reference():
     x = torch.randn(2, 256, device="cuda")
     weight, scale = fp8_weight(32, 256)
-    assert torch.equal(
-        ops.linear_fp8_block(x, weight, scale), registered()["linear_fp8_block"].reference(x, weight, scale)
-    )
+    assert torch.equal(ops.linear_fp8_block(x, weight, scale), registered()["linear_fp8_block"].reference(x, weight, scale))

@@ -85,9 +85,7 @@ def test_hc_post(tokens, hidden, dtype, draw):
 POSITIONS = (0, 1, 127, 4097, 131_071, 999_999, 1_048_575)
 
 
-@pytest.mark.parametrize(
-    ("heads", "dim", "rope"), ((64, 512, 64), (128, 512, 64), (64, 128, 64), (3, 48, 16), (5, 8, 8))
-)
+@pytest.mark.parametrize(("heads", "dim", "rope"), ((64, 512, 64), (128, 512, 64), (64, 128, 64), (3, 48, 16), (5, 8, 8)))
 @pytest.mark.parametrize("norm", (True, False))
 def test_q_rope(heads, dim, rope, norm, draw):
     q, positions = draw.normal(7, heads, dim, dtype=BF16, outliers=30.0), torch.tensor(POSITIONS)

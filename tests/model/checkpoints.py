@@ -129,9 +129,7 @@ def nvfp4_experts_tensors(input_scale: bool = True, fp8_suffix: str = "scale") -
 @functools.cache
 def _plain_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {
-        name + ".weight" if kind == LINEAR else name: (kind, shape) for name, (kind, shape) in inventory().items()
-    }
+    shapes = {name + ".weight" if kind == LINEAR else name: (kind, shape) for name, (kind, shape) in inventory().items()}
     shapes |= {f"{name}.weight": (LINEAR, shape) for name, shape in expert_shapes().items()}
     tensors = {}
     for name, (kind, shape) in shapes.items():
@@ -161,6 +159,14 @@ def nvfp4(module: str, weight: Tensor, input_scale: bool = True) -> dict[str, Te
     packed, scale, scale_2 = quantize_nvfp4(weight)
     tensors = {f"{module}.weight": packed, f"{module}.weight_scale": scale, f"{module}.weight_scale_2": scale_2}
     return tensors | ({f"{module}.input_scale": torch.tensor(0.5)} if input_scale else {})
+
+
+def reciprocal_nvfp4(module: str, weight: Tensor, scale_2: Tensor | None = None) -> dict[str, Tensor]:
+    """One NVFP4 weight as compressed-tensors stores it: the global scale divides, and has one dimension."""
+    packed, scale, scale_2 = quantize_nvfp4(weight, scale_2)
+    names = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+    values = (packed, scale, 1 / scale_2.reshape(1), torch.ones(1))
+    return {f"{module}.{name}": value for name, value in zip(names, values, strict=True)}
 
 
 def mxfp4(module: str, out_features: int, in_features: int) -> dict[str, Tensor]:
@@ -217,9 +223,7 @@ def refused(folder, *words, request=build, headers=True) -> str:
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, dtype and shape included."""
     return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
+        a.dtype == b.dtype and a.shape == b.shape and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
     )
 
 

@@ -5,6 +5,7 @@
            heads of 128, window 128
     pro    5 layers in Pro's order: HCA, HCA, CSA, HCA, CSA; the first three hashed; 4 output groups
     small  the first 2 layers of a model like tiny, where compiling costs time
+    formats  like tiny in widths that every weight format divides, for format_checkpoints.py
 
 Weights are the same in every run; tokens are not (`clear_tokens`). Everything is built once a session and kept.
 """
@@ -40,7 +41,7 @@ from tests.model import test_tokenizer
 from tests.ops.cases import Draw
 
 NAMES = ("tiny", "wide", "pro")
-VOCAB = {"tiny": 448, "wide": 96, "pro": 80, "small": 50}
+VOCAB = {"tiny": 448, "wide": 96, "pro": 80, "small": 50, "formats": 64}
 LENGTH = 300
 WEIGHT_SEED = 20
 
@@ -76,6 +77,9 @@ SETTINGS = {
 }  # fmt: skip
 SETTINGS["small"] = SETTINGS["tiny"] | dict(
     num_hidden_layers=2, layer_types=[SLIDING, CSA], mlp_layer_types=["hash_moe", "moe"], vocab_size=VOCAB["small"]
+)
+SETTINGS["formats"] = SETTINGS["tiny"] | dict(
+    vocab_size=VOCAB["formats"], hidden_size=160, moe_intermediate_size=128, n_routed_experts=4
 )
 
 
@@ -265,8 +269,8 @@ def config_of(name: str, **changes) -> ModelConfig:
 MARGIN = 3e-5  # of the spread of the values; rounding moves them by about 1e-6 of it
 
 
-def clear_tokens(name: str, length: int, draw: Draw) -> list[int]:
-    """Random tokens for which no choice of the model is closer than MARGIN.
+def clear_tokens(name: str, length: int, draw: Draw, theirs: DeepseekV4ForCausalLM | None = None) -> list[int]:
+    """Random tokens for which no choice of the model (`theirs`, with these settings, or the oracle) is closer than MARGIN.
 
     The indexer and the router pick the largest of some scores. Where two scores at the border are equal but for their
     last bits, two right evaluations of the model may pick differently and then give quite different logits. Those
@@ -274,22 +278,23 @@ def clear_tokens(name: str, length: int, draw: Draw) -> list[int]:
     """
     for _ in range(40):
         ids = draw.integers(2, VOCAB[name], length).tolist()
-        if min_gap(name, ids) > MARGIN:
+        if min_gap(name, ids, theirs) > MARGIN:
             return ids
     raise AssertionError("found no tokens without near ties")
 
 
-def min_gap(name: str, ids: Sequence[int]) -> float:
+def min_gap(name: str, ids: Sequence[int], theirs: DeepseekV4ForCausalLM | None = None) -> float:
     """The smallest distance between the last score picked and the first one left out, relative to their spread."""
+    theirs = theirs or oracle(name)
     gaps = [1.0]
     hooks = []
-    for module in oracle(name).modules():
+    for module in theirs.modules():
         if isinstance(module, DeepseekV4IndexerScorer):
             hooks.append(module.register_forward_hook(lambda _m, _i, out: gaps.extend(_index_gaps(out[0], name))))
         elif isinstance(module, DeepseekV4TopKRouter):
             hooks.append(module.register_forward_hook(lambda m, _i, out: gaps.append(_router_gap(m, out[0]))))
     try:
-        expected(name, ids)
+        theirs(torch.tensor([list(ids)]), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -324,6 +329,4 @@ def assert_same_tokens(name: str, prompt: Sequence[int], a: Sequence[int], b: Se
         scores = scores + gumbel_noise(torch.tensor([seed]), torch.tensor([len(ids)]), len(scores))[0]
     first, second = scores.topk(2).values.tolist()
     tie = min(first - second, min_gap(name, ids))
-    assert tie < MARGIN, (
-        f"after {common} equal tokens {a[common]} and {b[common]}, but nothing is nearer than {tie:.1e}"
-    )
+    assert tie < MARGIN, f"after {common} equal tokens {a[common]} and {b[common]}, but nothing is nearer than {tie:.1e}"

@@ -110,9 +110,7 @@ def test_vllm_ascend_76_prompts_of_3_4_5_tokens(length, draw):
     """Rows of NaN or zeros from the fourth token on, because the compressor ran without the true lengths. Prefill and
     the decode that follows it. https://github.com/GDzhu01/vllm-ascend-deepseekv4/issues/76"""
     ids = clear_tokens("tiny", length + 4, draw)
-    [completion] = engine("tiny", prefill_chunk=64).generate(
-        [ids[:length]], max_new_tokens=4, temperature=0.0, logprobs=0
-    )
+    [completion] = engine("tiny", prefill_chunk=64).generate([ids[:length]], max_new_tokens=4, temperature=0.0, logprobs=0)
     assert all(torch.isfinite(torch.tensor(entry.logprob)) for entry in completion.logprobs)
     logits = expected("tiny", ids[:length] + completion.token_ids)
     assert completion.token_ids == logits.argmax(-1)[length - 1 : -1].tolist()

@@ -68,8 +68,7 @@ def test_nvfp4_experts_and_fp8_linears_keep_their_bytes(tmp_path):
     for e in range(mini.EXPERTS):
         prefix = f"layers.1.ffn.experts.{e}."
         w1, w2, w3 = (
-            {key: tensors[f"{prefix}w{i}.{key}"] for key in ("weight", "weight_scale", "weight_scale_2")}
-            for i in (1, 2, 3)
+            {key: tensors[f"{prefix}w{i}.{key}"] for key in ("weight", "weight_scale", "weight_scale_2")} for i in (1, 2, 3)
         )
         assert same(experts.gate_up[e], torch.cat((w1["weight"], w3["weight"])))
         assert same(experts.gate_up_scale[e], torch.cat((w1["weight_scale"], w3["weight_scale"])))
@@ -100,9 +99,7 @@ def test_shards_hold_the_same_as_one_file(tmp_path):
     one, _ = load(write(tmp_path / "one", tensors))
     three, _ = load(write(tmp_path / "three", *shards))
     for name, given in one.items():
-        ours, theirs = (
-            [value] if isinstance(value, Tensor) else list(value.buffers()) for value in (given, three[name])
-        )
+        ours, theirs = ([value] if isinstance(value, Tensor) else list(value.buffers()) for value in (given, three[name]))
         assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -264,9 +261,7 @@ def test_vllm_43454_scale_suffixes_and_input_scale(tmp_path, suffix, input_scale
 def test_float32_block_scales_multiply(tmp_path):
     weight, scale = quantize_fp8_block(torch.randn(130, 300))
     scale = decode_e8m0(scale) * 1.1
-    folder = write(
-        tmp_path, {"head.weight": weight, "head.weight_scale_inv": scale, "head.input_scale": torch.ones(())}
-    )
+    folder = write(tmp_path, {"head.weight": weight, "head.weight_scale_inv": scale, "head.input_scale": torch.ones(())})
     module, _ = load(folder, request=linear("head", 130, 300))
     assert same(module.scale, scale) and scale.shape == (2, 3)
 
@@ -275,9 +270,7 @@ def test_abliterix_94_fp8_without_scale_is_refused(tmp_path):
     """`.scale` was not recognised and FP8 was cast without it: weights 3361 times too big, in silence.
     https://github.com/wuwangzhang1216/abliterix/pull/94"""
     folder = write(tmp_path, edited({f"{WQ_A}.scale": None}))
-    refused(
-        folder, "model.safetensors", f"{WQ_A}.weight is F8_E4M3", "without its scale", ".scale or .weight_scale_inv"
-    )
+    refused(folder, "model.safetensors", f"{WQ_A}.weight is F8_E4M3", "without its scale", ".scale or .weight_scale_inv")
 
 
 def test_transformers_45930_expert_scales_are_not_expert_weights(tmp_path):

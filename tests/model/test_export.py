@@ -10,7 +10,7 @@ from dsv4.model.export import save_nvfp4_experts
 from dsv4.ops.fp8 import dequantize_fp8_block
 from dsv4.ops.nvfp4 import dequantize_nvfp4
 
-H, I, E = 128, 64, 3
+H, I, E = 128, 64, 3  # noqa: E741 (the equations' names)
 CONFIG = {"model_type": "deepseek_v4", "num_hidden_layers": 2, "hidden_size": H}
 
 
@@ -21,27 +21,54 @@ def native_tensors(seed=0):
     def normal(*shape):
         return 0.1 * torch.randn(*shape, generator=generator)
 
-    out = {"embed.weight": normal(32, H), "head.weight": normal(32, H), "norm.weight": normal(H),
-           "hc_head_fn": normal(4, 4 * H), "hc_head_base": normal(4), "hc_head_scale": normal(1)}
+    out = {
+        "embed.weight": normal(32, H),
+        "head.weight": normal(32, H),
+        "norm.weight": normal(H),
+        "hc_head_fn": normal(4, 4 * H),
+        "hc_head_base": normal(4),
+        "hc_head_scale": normal(1),
+    }
     for i in range(2):
         p = f"layers.{i}."
         for site in ("attn", "ffn"):
-            out |= {f"{p}hc_{site}_fn": normal(24, 4 * H), f"{p}hc_{site}_base": normal(24), f"{p}hc_{site}_scale": normal(3),
-                    f"{p}{site}_norm.weight": normal(H)}
-        out |= {p + "attn.attn_sink": normal(4), p + "attn.wq_a.weight": normal(130, H), p + "attn.wq_b.weight": normal(256, 130),
-                p + "attn.wkv.weight": normal(64, H), p + "attn.wo_a.weight": normal(64, 128), p + "attn.wo_b.weight": normal(H, 64),
-                p + "attn.q_norm.weight": normal(130), p + "attn.kv_norm.weight": normal(64), p + "ffn.gate.weight": normal(E, H)}
+            out |= {
+                f"{p}hc_{site}_fn": normal(24, 4 * H),
+                f"{p}hc_{site}_base": normal(24),
+                f"{p}hc_{site}_scale": normal(3),
+                f"{p}{site}_norm.weight": normal(H),
+            }
+        out |= {
+            p + "attn.attn_sink": normal(4),
+            p + "attn.wq_a.weight": normal(130, H),
+            p + "attn.wq_b.weight": normal(256, 130),
+            p + "attn.wkv.weight": normal(64, H),
+            p + "attn.wo_a.weight": normal(64, 128),
+            p + "attn.wo_b.weight": normal(H, 64),
+            p + "attn.q_norm.weight": normal(130),
+            p + "attn.kv_norm.weight": normal(64),
+            p + "ffn.gate.weight": normal(E, H),
+        }
         for w, shape in (("w1", (I, H)), ("w2", (H, I)), ("w3", (I, H))):
             out[f"{p}ffn.shared_experts.{w}.weight"] = normal(*shape)
             for e in range(E):
                 out[f"{p}ffn.experts.{e}.{w}.weight"] = normal(*shape)
     c = "layers.1.attn.compressor."
     x = "layers.1.attn.indexer."
-    out |= {"layers.0.ffn.gate.tid2eid": torch.randint(E, (32, 2), generator=generator), "layers.1.ffn.gate.bias": normal(E),
-            c + "wkv.weight": normal(128, H), c + "wgate.weight": normal(128, H), c + "ape": normal(4, 128),
-            c + "norm.weight": normal(64), x + "wq_b.weight": normal(256, 130), x + "weights_proj.weight": normal(16, H),
-            x + "compressor.wkv.weight": normal(32, H), x + "compressor.wgate.weight": normal(32, H),
-            x + "compressor.ape": normal(4, 32), x + "compressor.norm.weight": normal(16)}
+    out |= {
+        "layers.0.ffn.gate.tid2eid": torch.randint(E, (32, 2), generator=generator),
+        "layers.1.ffn.gate.bias": normal(E),
+        c + "wkv.weight": normal(128, H),
+        c + "wgate.weight": normal(128, H),
+        c + "ape": normal(4, 128),
+        c + "norm.weight": normal(64),
+        x + "wq_b.weight": normal(256, 130),
+        x + "weights_proj.weight": normal(16, H),
+        x + "compressor.wkv.weight": normal(32, H),
+        x + "compressor.wgate.weight": normal(32, H),
+        x + "compressor.ape": normal(4, 32),
+        x + "compressor.norm.weight": normal(16),
+    }
     return out
 
 
@@ -49,7 +76,7 @@ def read(folder):
     out = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            out |= {name: file.get_tensor(name) for name in file.keys()}
+            out |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
     return out
 
 
@@ -58,8 +85,10 @@ def is_expert(name):
 
 
 def is_fp8(name):
-    return name.endswith((".wq_a.weight", ".wq_b.weight", "attn.wkv.weight", ".wo_a.weight", ".wo_b.weight")) or \
-        ".shared_experts." in name
+    return (
+        name.endswith((".wq_a.weight", ".wq_b.weight", "attn.wkv.weight", ".wo_a.weight", ".wo_b.weight"))
+        or ".shared_experts." in name
+    )
 
 
 def test_names_and_dtypes(tmp_path):
@@ -70,8 +99,12 @@ def test_names_and_dtypes(tmp_path):
     for name in tensors:
         base = name.removesuffix("weight")
         if is_expert(name):
-            expected |= {name: torch.uint8, base + "weight_scale": torch.float8_e4m3fn,
-                         base + "weight_scale_2": torch.float32, base + "input_scale": torch.float32}
+            expected |= {
+                name: torch.uint8,
+                base + "weight_scale": torch.float8_e4m3fn,
+                base + "weight_scale_2": torch.float32,
+                base + "input_scale": torch.float32,
+            }
         elif is_fp8(name):
             expected |= {name: torch.float8_e4m3fn, base + "scale": torch.float8_e8m0fnu}
         elif name.endswith("tid2eid"):
@@ -146,14 +179,23 @@ def test_shards_and_overwrite(tmp_path):
     assert all(torch.equal(whole[n].view(torch.uint8), sharded[n].view(torch.uint8)) for n in whole if whole[n].dim())
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda t: t.pop("layers.1.ffn.experts.0.w2.weight"), "lacks w2"),
-    (lambda t: t.update({"layers.0.attn.wkv.weight": torch.full((64, H), torch.nan)}), "layers.0.attn.wkv.weight.*not finite"),
-    (lambda t: t.update({"layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}), "layers.0.mlp.up_proj.weight: not a tensor"),
-    (lambda t: t.update({"layers.2.attn_norm.weight": torch.zeros(H)}), "do not match num_hidden_layers 2"),
-    (lambda t: t.update({"norm.weight": torch.zeros(H, dtype=torch.int32)}), "norm.weight: expected a float"),
-    (lambda t: t.update({"layers.0.ffn.experts.0.w1.weight": torch.zeros(I, 40)}), "divisible by 16"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop("layers.1.ffn.experts.0.w2.weight"), "lacks w2"),
+        (
+            lambda t: t.update({"layers.0.attn.wkv.weight": torch.full((64, H), torch.nan)}),
+            "layers.0.attn.wkv.weight.*not finite",
+        ),
+        (
+            lambda t: t.update({"layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}),
+            "layers.0.mlp.up_proj.weight: not a tensor",
+        ),
+        (lambda t: t.update({"layers.2.attn_norm.weight": torch.zeros(H)}), "do not match num_hidden_layers 2"),
+        (lambda t: t.update({"norm.weight": torch.zeros(H, dtype=torch.int32)}), "norm.weight: expected a float"),
+        (lambda t: t.update({"layers.0.ffn.experts.0.w1.weight": torch.zeros(I, 40)}), "divisible by 16"),
+    ],
+)
 def test_errors_name_the_tensor_and_leave_nothing(tmp_path, change, message):
     tensors = native_tensors()
     change(tensors)

@@ -5,9 +5,21 @@ import torch
 from torch import Tensor
 
 from dsv4.model import names
-from dsv4.ops.fp8 import decode_e8m0, encode_e8m0, quantize_fp8_block
+from dsv4.ops.fp8 import decode_e8m0, encode_e8m0
 from tests.model import checkpoints as mini
-from tests.model.checkpoints import build, edited, linear, load, mxfp4, nvfp4, plain_tensors, refused, same, write
+from tests.model.checkpoints import (
+    build,
+    edited,
+    linear,
+    load,
+    mxfp4,
+    nvfp4,
+    plain_tensors,
+    reciprocal_nvfp4,
+    refused,
+    same,
+    write,
+)
 
 WQ_A = "layers.1.attn.wq_a"
 W1 = "layers.1.ffn.experts.1.w1"
@@ -91,21 +103,34 @@ def test_extreme_but_good_scale_values(tmp_path):
     assert same(given["layers.1.ffn.experts"].gate_up_scale[1, :48], ends)
 
 
-def test_mxfp4_is_refused_by_name(tmp_path):
-    tensors = plain_tensors() | mxfp4("layers.0.ffn.experts.0.w1", mini.INTER, mini.HIDDEN)
-    refused(write(tmp_path, tensors), "experts.0.w1.weight", "MXFP4", "recognised but not supported yet")
-    refused(write(tmp_path, mxfp4("head", 4, 64)), "MXFP4", "not supported yet", request=linear("head", 4, 64))
+def test_mxfp4_that_e4m3_cannot_hold(tmp_path):
+    """18 binades between the scales of one tensor: no NVFP4 scale_2 brings both ends into E4M3's range."""
+    tensors = mxfp4("head", 4, 64)
+    tensors["head.weight"] += 0x11
+    tensors["head.scale"].view(torch.uint8)[2, 1] = 102
+    words = "model.safetensors: tensor head.scale", "NVFP4 holds at most 17", "span 18 binades, 2^-25 to 2^-7"
+    refused(write(tmp_path, tensors), *words, request=linear("head", 4, 64), headers=False)
 
 
-def test_fp8_experts_are_refused_by_name(tmp_path):
-    weight, scale = quantize_fp8_block(torch.randn(mini.INTER, mini.HIDDEN))
-    changes = {"layers.0.ffn.experts.0.w1.weight": weight, "layers.0.ffn.experts.0.w1.scale": scale}
-    refused(write(tmp_path, plain_tensors() | changes), "FP8 block", "not supported yet")
+def test_byte_255_in_mxfp4(tmp_path):
+    tensors = mxfp4("head", 4, 64)
+    tensors["head.scale"].view(torch.uint8)[2, 1] = 255
+    words = "tensor head.scale: element 5 of this scale is nan", "expected a finite number"
+    refused(write(tmp_path, tensors), *words, request=linear("head", 4, 64), headers=False)
 
 
-def test_grouped_nvfp4_is_refused(tmp_path):
-    folder = write(tmp_path, plain_tensors() | nvfp4("layers.0.attn.wo_a", torch.randn(48, 64)))
-    refused(folder, "model.safetensors: tensor layers.0.attn.wo_a.weight", "NVFP4 is not supported yet")
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-40])
+def test_reciprocal_scales_are_above_zero(tmp_path, bad):
+    """1e-40 is a number, but its reciprocal is not a float32."""
+    tensors = reciprocal_nvfp4("head", torch.randn(4, 32)) | {"head.weight_global_scale": torch.tensor([bad])}
+    words = "tensor head.weight_global_scale: element 0 of this scale is", "expected a finite number above zero"
+    refused(write(tmp_path, tensors), *words, request=linear("head", 4, 32), headers=False)
+
+
+def test_two_kinds_of_nvfp4_in_one_weight(tmp_path):
+    tensors = reciprocal_nvfp4("head", torch.randn(4, 32)) | {"head.weight_scale_2": torch.ones(())}
+    words = "head.weight_packed is U8 (NVFP4 (compressed-tensors)), but beside it is head.weight_scale_2"
+    refused(write(tmp_path, tensors), words, request=linear("head", 4, 32))
 
 
 def test_nvfp4_needs_whole_groups(tmp_path):
@@ -120,9 +145,7 @@ def test_experts_of_one_layer_in_two_formats(tmp_path):
 
 
 def hf_stacked() -> dict[str, Tensor]:
-    tensors = {
-        names.native_to_hf(name): value for name, value in plain_tensors().items() if ".ffn.experts." not in name
-    }
+    tensors = {names.native_to_hf(name): value for name, value in plain_tensors().items() if ".ffn.experts." not in name}
     for layer in range(len(mini.RATIOS)):
         prefix = f"model.layers.{layer}.mlp.experts."
         tensors[prefix + "gate_up_proj"] = torch.zeros(mini.EXPERTS, 2 * mini.INTER, mini.HIDDEN)
@@ -138,9 +161,13 @@ def hf_stacked() -> dict[str, Tensor]:
         (
             "gate_up_proj",
             torch.zeros(3, 96, 160).to(torch.float8_e4m3fn),
-            ["stacked experts", "F8_E4M3", "expected BF16"],
+            ["gate_up_proj is F8_E4M3 (FP8 block) without its scale"],
         ),
-        ("gate_up_proj_scale_inv", torch.ones(3, 1, 2), ["gate_up_proj_scale_inv", "no place in this model"]),
+        (
+            "gate_up_proj_scale_inv",
+            torch.ones(3, 1, 2),
+            ["gate_up_proj is F32 (plain)", "beside it is", "gate_up_proj_scale_inv"],
+        ),
         ("0.gate_proj.weight", torch.ones(48, 160), ["experts.0.gate_proj.weight", "no place in this model"]),
     ],
 )
@@ -150,9 +177,7 @@ def test_wrong_stacked_experts(tmp_path, leaf, value, words):
 
 
 def test_mixed_naming(tmp_path):
-    refused(
-        write(tmp_path, edited({"model.norm.weight": torch.ones(mini.HIDDEN)})), "mixed naming", "model.norm.weight"
-    )
+    refused(write(tmp_path, edited({"model.norm.weight": torch.ones(mini.HIDDEN)})), "mixed naming", "model.norm.weight")
 
 
 def test_another_model(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from dsv4.model import names
+from dsv4.model import formats, names, stacks
 from tests.model.checkpoints import expert_shapes, inventory, plain_tensors
 
 
@@ -127,6 +127,10 @@ def test_names_one_by_one(native, hf):
         ("model.layers.2.mlp.experts.7.w1.weight", "layers.2.ffn.experts.7.w1.weight"),
         ("model.layers.2.mlp.experts.7.down_proj.weight", "layers.2.ffn.experts.7.w2.weight"),
         ("model.layers.2.mlp.experts.gate_up_proj", "layers.2.ffn.experts.gate_up_proj"),
+        ("model.layers.2.mlp.experts.down_proj_weight_scale_2", "layers.2.ffn.experts.down_proj_weight_scale_2"),
+        ("model.layers.2.mlp.experts.down_proj.weight_packed", "layers.2.ffn.experts.down_proj.weight_packed"),
+        ("model.layers.2.mlp.experts.gate_up_proj_scale_inv", "layers.2.ffn.experts.gate_up_proj_scale_inv"),
+        ("model.layers.2.mlp.experts.gate_up_proj.weight_scale_inv", "layers.2.ffn.experts.gate_up_proj.scale"),
     ],
 )
 def test_other_spellings_are_read(other, native):
@@ -198,3 +202,29 @@ def test_draft_heads_are_skipped_and_nothing_else():
     assert names.is_skipped("model.mtp.0.norm.weight")
     assert not names.is_skipped("layers.0.mtp.weight")
     assert not any(names.is_skipped(name) for name in plain_tensors(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        (["mtp.0.e_proj.weight", "mtp.0.h_proj.weight"], "MTP"),
+        (["model.mtp.0.e_proj.weight_packed"], "MTP"),
+        (["mtp.2.norm.weight", "mtp.0.main_proj.weight"], "DSpark"),
+        (["mtp.0.attn.wkv.weight"], "unknown kind"),
+        (["layers.0.main_proj.weight"], None),
+        ([], None),
+    ],
+)
+def test_kinds_of_draft_heads(keys, kind):
+    assert names.draft_kind(["layers.0.attn.wq_a.weight", *keys]) == kind
+
+
+def test_every_ending_of_a_fused_tensor_is_known():
+    """What the loader looks for has a name in each naming, so that it is never left over as unknown."""
+    for suffix in formats.SUFFIXES:
+        for ending in stacks.fused_endings(suffix):
+            for leaf in stacks.FUSED:
+                name = f"layers.3.ffn.experts.{leaf}{ending}"
+                one_in_hf = name.replace(".weight_scale_inv", ".scale")
+                for naming in names.NAMINGS:
+                    assert naming.to_native(naming.from_native(name)) in (name, one_in_hf)

@@ -28,9 +28,7 @@ def build(folder, **config) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=[BOS, EOS], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=[BOS, EOS], show_progress=False)
     backend.train_from_iterator(CORPUS, trainer)
     # as in DeepSeek's file, markers of the chat format are added tokens that are not special
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])

@@ -50,9 +50,7 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
         self.random = random.Random(seed)
 
-    def normal(
-        self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, outliers: float = 0.0
-    ) -> Tensor:
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, outliers: float = 0.0) -> Tensor:
         """N(0, scale^2); with outliers > 0 about one value in 64 is that many times larger."""
         x = torch.randn(shape, generator=self.generator) * scale
         if outliers:
@@ -160,9 +158,7 @@ def sparse_zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     be met for real, where int32 arithmetic wraps to another row or to an invalid address."""
     size = math.prod(shape) * dtype.itemsize
     try:
-        pages = mmap.mmap(
-            -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        )
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
     except OSError as error:
         pytest.skip(f"{size / 2**30:.0f} GiB of address space: {error}")
     return torch.frombuffer(pages, dtype=dtype).view(shape)
@@ -293,6 +289,20 @@ def quantize_experts(gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     return codes, scale, scale_2, *(torch.stack([d[i] for d in downs]) for i in range(3))
 
 
+def quantize_fp8_experts(gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+    """[E, 2I, H] and [E, H, I] -> the four FP8-block tensors that moe_fp8 takes; w1 and w3 each in blocks of their own."""
+    halves = [[quantize_fp8_block(half) for half in both.chunk(2)] for both in gate_up]
+    codes, scale = (torch.stack([torch.cat((w1[i], w3[i])) for w1, w3 in halves]) for i in (0, 1))
+    downs, down_scale = (torch.stack(part) for part in zip(*map(quantize_fp8_block, down), strict=True))
+    return codes, decode_e8m0(scale), downs, decode_e8m0(down_scale)
+
+
+def _moe_fp8(draw: Draw, dtype: torch.dtype) -> tuple:
+    routed = draw.integers(-1, 3, 5, 2, dtype=torch.int32), draw.uniform(0, 1, 5, 2)
+    stack = quantize_fp8_experts(draw.normal(3, 2 * 132, 136), draw.normal(3, 136, 132))
+    return draw.normal(5, 136, dtype=dtype), *routed, *stack, 10.0
+
+
 def _moe_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
     routed = draw.integers(-1, 4, 5, 2, dtype=torch.int32), draw.uniform(0, 1, 5, 2)
     stack = quantize_experts(draw.normal(4, 64, 16), draw.normal(4, 16, 32))
@@ -328,6 +338,7 @@ ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
     "linear_nvfp4": _linear_nvfp4,
     "linear_nvfp4: 3-d": _with_two_batch_dimensions(_linear_nvfp4),
     "moe": _moe,
+    "moe_fp8": _moe_fp8,
     "moe_nvfp4": _moe_nvfp4,
     "q_rope": _q_rope,
     "route_hash": _route_hash,

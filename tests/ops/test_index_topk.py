@@ -170,9 +170,7 @@ def test_nan_scores_stay_in_range(draw):
 def test_overflowing_scores_stay_in_range(draw):
     """Products beyond float32: infinite scores, and infinity minus infinity."""
     q, weights, keys = integer_inputs(draw, 5, 1, 8)
-    picks = ops.index_topk(
-        q * 1e30, weights, keys * 1e30, torch.full((5,), 23), torch.zeros(5, dtype=torch.int64), 4, 4
-    )
+    picks = ops.index_topk(q * 1e30, weights, keys * 1e30, torch.full((5,), 23), torch.zeros(5, dtype=torch.int64), 4, 4)
     for row in picks.tolist():
         assert len(set(row)) == 4 and all(0 <= b < 6 for b in row)
 

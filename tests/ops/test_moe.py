@@ -1,4 +1,4 @@
-"""moe and moe_nvfp4 against transformers' experts, loops in float64, and values by hand."""
+"""moe, moe_nvfp4 and moe_fp8 against transformers' experts, loops in float64, and values by hand."""
 
 import math
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.ops.fp8 import dequantize_fp8_block
 from dsv4.ops.nvfp4 import dequantize_nvfp4
-from tests.ops.cases import assert_near, assert_same_bits, quantize_experts
+from tests.ops.cases import assert_near, assert_same_bits, quantize_experts, quantize_fp8_experts
 from tests.ops.oracles import hf, randomise, tiny_config
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -135,6 +136,26 @@ def test_nvfp4_matches_loops(tokens, dtype, draw):
     x, (experts, weights) = draw.normal(tokens, 32, dtype=dtype), routed(draw, tokens, 8, 3, none=0.2)
     actual = ops.moe_nvfp4(x, experts, weights, *quantised, 10.0)
     assert_matches_loops(actual, x, experts, weights, gate_up, down, 10.0)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("inter", [16, 128, 130])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp8_matches_loops(tokens, inter, dtype, draw):
+    """Blocks of w1 and w3 do not mix, whether 128 divides their rows or not; every expert has scales of its own."""
+    gate_up, down = stack(draw, hidden=140, inter=inter)
+    gate_up[:, inter:] *= 30
+    gate_up *= draw.uniform(0.5, 2.0, 8, 1, 1)
+    quantised = quantize_fp8_experts(gate_up, down)
+    scale = quantised[1].chunk(2, 1)
+    halves = [
+        torch.stack([dequantize_fp8_block(w, s) for w, s in zip(half, scale[i], strict=True)])
+        for i, half in enumerate(quantised[0].chunk(2, 1))
+    ]
+    down = torch.stack([dequantize_fp8_block(w, s) for w, s in zip(*quantised[2:], strict=True)])
+    x, (experts, weights) = draw.normal(tokens, 140, dtype=dtype), routed(draw, tokens, 8, 3, none=0.2)
+    actual = ops.moe_fp8(x, experts, weights, *quantised, 10.0)
+    assert_matches_loops(actual, x, experts, weights, torch.cat(halves, 1), down, 10.0)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -33,9 +33,7 @@ def naive_distribution(logits, seen, temperature, top_k, top_p, min_p, repetitio
     values = list(logits)
     for token, was_seen in enumerate(seen):
         if was_seen:
-            values[token] = (
-                values[token] / repetition_penalty if values[token] > 0 else values[token] * repetition_penalty
-            )
+            values[token] = values[token] / repetition_penalty if values[token] > 0 else values[token] * repetition_penalty
     if temperature == 0:
         best = max(range(len(values)), key=lambda t: (values[t], -t))
         return [float(t == best) for t in range(len(values))]
@@ -287,9 +285,7 @@ def test_temperature_0_takes_the_largest(penalty, draw):
     assert sample(ties, 1, temperature=0.0)[0].item() == 3
 
 
-@pytest.mark.parametrize(
-    "settings", ({"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6})
-)
+@pytest.mark.parametrize("settings", ({"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}))
 def test_narrow_filters_keep_the_largest(settings, draw):
     logits = draw.normal(50, 30, scale=3.0)
     tokens, _ = sample(logits, draw.integers(0, 2**62, 50), **settings)

@@ -29,6 +29,4 @@ def _raise(kernel: Kernel, device: int, shared: int, large_cluster: bool) -> Non
         if status == driver.CUresult.CUDA_SUCCESS:
             (status,) = driver.cuFuncSetAttribute(function, name, value)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelBuildError(
-            f"{kernel.function} of {kernel.source} with {kernel.defines}: {wanted} gave {status.name}"
-        )
+        raise KernelBuildError(f"{kernel.function} of {kernel.source} with {kernel.defines}: {wanted} gave {status.name}")

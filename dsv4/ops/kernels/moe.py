@@ -38,9 +38,7 @@ class Weights(NamedTuple):
     scale_2: Tensor | None = None
 
 
-def check(
-    name: str, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weights, down: Weights
-) -> tuple[int, int, int]:
+def check(name: str, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weights, down: Weights) -> tuple[int, int, int]:
     """(format, inter, experts) of the weights; ValueError for what the kernels do not read."""
     tokens, hidden = x.shape
     if x.dtype != torch.bfloat16:
@@ -166,8 +164,8 @@ def _run_many(number, x, experts, weights, gate_up, down, y, limit, inter, count
     ):  # fmt: skip
         function = raised(kernel("moe_prefill.cu", "moe_prefill", f"FMT={number}", f"GATE_UP={gated}"), PREFILL_BYTES)
         function(
-            (-(-rows // (TILE // 2 if gated else TILE)), most), 256, source, order, bounds, tile_ends, weights, *stack, target,
-            k, width, rows, count, limit, shared=PREFILL_BYTES,
+            (-(-rows // (TILE // 2 if gated else TILE)), most), 256,
+            source, order, bounds, tile_ends, weights, *stack, target, k, width, rows, count, limit, shared=PREFILL_BYTES,
         )  # fmt: skip
     combine = kernel(SOURCE, "moe_combine", *COMBINE)
     combine((-(-hidden // 512), tokens), 128, out, experts, y, hidden, k, count)
