@@ -39,6 +39,16 @@ def test_the_tiny_model_answers_and_ends(engine):
     assert engine.last.text == answer.text
 
 
+def test_stop_strings_do_not_end_reasoning(engine):
+    """Not the reasoning's own text, only the answer's: here it never comes to an answer."""
+    plain = engine.chat(QUESTION, thinking=True, temperature=0, max_new_tokens=24)
+    assert plain.reasoning and plain.finish_reason == "length"
+    word = plain.reasoning.split()[0]
+    stopped = engine.chat(QUESTION, thinking=True, temperature=0, max_new_tokens=24, stop=[word])
+    assert stopped.token_ids == plain.token_ids and stopped.reasoning == plain.reasoning
+
+
+
 def test_streamed_pieces_are_the_answer(engine):
     answer = engine.chat(QUESTION, temperature=0)
     pieces = list(engine.stream_chat(QUESTION, temperature=0))

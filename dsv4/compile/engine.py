@@ -20,6 +20,7 @@ from dsv4.model.checkpoint import LoadReport as CheckpointReport
 from dsv4.model.checkpoint import ProgressLine, load_folder
 from dsv4.model.config import ModelConfig
 from dsv4.model.encoding import ChatEncoding, ChatPiece, Messages
+from dsv4.model.encoding_tools import END_THINK
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.model.transformer import Transformer
 
@@ -235,7 +236,10 @@ class Engine:
         params = SamplingParams(**options)
         ids = self.encoding.encode(messages, thinking=thinking, effort=effort, tools=tools, **prompt_options)
         [request] = self._requests([ids], params)
-        answer = self.encoding.stream(self.encoding.reasons_next(ids), params.stop)
+        reasons = self.encoding.reasons_next(ids)
+        if reasons:
+            request.stops_count_from(self.tokenizer.token_id(END_THINK))
+        answer = self.encoding.stream(reasons, params.stop)
 
         def pieces() -> Iterator[ChatPiece]:
             yield from run_chat(self.scheduler, request, answer)

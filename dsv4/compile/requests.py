@@ -27,8 +27,15 @@ class Request:
         self.timing = Timing(prompt_tokens=len(prompt))
         self._submitted = time.perf_counter()
         self._first = self._submitted
+        self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, stop=list(params.stop)) if tokenizer is not None else None
         self._pieces: list[str] = []
+        self._stops_from: int | None = None
+
+    def stops_count_from(self, token: int) -> None:
+        """Stop strings count only after this token: reasoning, which it ends, is full of them."""
+        self._stops_from = token
+        self._stream = TextStream(self._tokenizer)
 
     def push(self, token: int, logprob: float, top: dict[int, float]) -> str:
         """Take the next token; returns the text that became certain with it."""
@@ -44,7 +51,10 @@ class Request:
         piece = ""
         stopped = token in self.stop_ids
         if self._stream is not None and not stopped:
-            piece = self._stream.push(token)
+            if token == self._stops_from:
+                piece = self._stream.flush()
+                self._stream = TextStream(self._tokenizer, stop=list(self.params.stop))
+            piece += self._stream.push(token)
             stopped = self._stream.stopped
         if stopped:
             self.finish_reason = "stop"

@@ -157,7 +157,8 @@ class AnswerStream:
 
     `push` tokens, or `feed` text, then `finish`; the pieces they return are the reasoning and the content as they become
     certain, and `answer` is the result. Tool calls are in `answer` only, since half a call is of no use. With ids a
-    control token is one by its id, so that text which merely spells it is text. `stop` ends the answer as in TextStream.
+    control token is one by its id, so that text which merely spells it is text. `stop` ends the answer as in TextStream,
+    but not its reasoning.
     """
 
     def __init__(self, tokenizer: Tokenizer, thinking: bool, stop: Sequence[str] = ()):
@@ -168,7 +169,7 @@ class AnswerStream:
         self._held = ""  # may belong to the opener of the tool calls
         self._calls = ""
         self._tokenizer, self._stop = tokenizer, stop
-        self._text = TextStream(tokenizer, stop)
+        self._text = TextStream(tokenizer, self._stops())
         self._controls = {}
         for literal in (EOS, THINK, END_THINK, DSML):
             with contextlib.suppress(ValueError):  # no such token, so it cannot come
@@ -185,8 +186,12 @@ class AnswerStream:
         rest = self._text.flush()
         if self._text.stopped:
             return self.feed([(rest, False)])
-        self._text = TextStream(self._tokenizer, self._stop)
-        return self.feed([(rest, False), (control, True)])
+        out = self.feed([(rest, False), (control, True)])
+        self._text = TextStream(self._tokenizer, self._stops())
+        return out
+
+    def _stops(self) -> Sequence[str]:
+        return () if self._kind == "reasoning" else self._stop
 
     def feed(self, pieces: Iterable[Piece]) -> list[ChatPiece]:
         """Some text, with control tokens marked as such."""
