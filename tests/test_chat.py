@@ -48,7 +48,6 @@ def test_stop_strings_do_not_end_reasoning(engine):
     assert stopped.token_ids == plain.token_ids and stopped.reasoning == plain.reasoning
 
 
-
 def test_streamed_pieces_are_the_answer(engine):
     answer = engine.chat(QUESTION, temperature=0)
     pieces = list(engine.stream_chat(QUESTION, temperature=0))
