@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 
-from dsv4.cli import add_model_arguments, note, sampling_settings
+from dsv4.cli import add_model_arguments, add_sampling_arguments, note, sampling_settings
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = """\
@@ -46,18 +46,7 @@ def add_chat(commands) -> None:
         "chat template, which is code from the checkpoint: use it only with a checkpoint you trust",
     )
 
-    sampling = parser.add_argument_group("sampling", "defaults come from the checkpoint's generation_config.json")
-    sampling.add_argument(
-        "--max-new-tokens", "--max-tokens", type=int, metavar="N", help="per answer; default: no limit but the context"
-    )
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="0 or -1 is off")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="1 is off")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="0 is off")
-    sampling.add_argument("--repetition-penalty", type=float, metavar="X", help="1 is off")
-    sampling.add_argument("--seed", type=int, metavar="N", help="default: a new one each time")
-    sampling.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    add_sampling_arguments(parser, "per answer; default: no limit but the context")
     parser.add_argument("--quiet", action="store_true", help="no progress and no statistics")
 
 

@@ -91,22 +91,7 @@ def add_generate(commands) -> None:
     prompt.add_argument("--prompt-file", action="append", metavar="FILE", help="read a prompt from a file, - for stdin")
     prompt.add_argument("--prompt-ids", action="append", metavar="1,2,3", help="a prompt as token ids, taken as they are")
 
-    sampling = parser.add_argument_group("sampling", "defaults come from the checkpoint's generation_config.json")
-    sampling.add_argument(
-        "--max-new-tokens",
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="default: until a stop or the end of the context",
-    )
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="0 or -1 is off")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="1 is off")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="0 is off")
-    sampling.add_argument("--repetition-penalty", type=float, metavar="X", help="1 is off")
-    sampling.add_argument("--seed", type=int, metavar="N", help="default: a new one each time")
-    sampling.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    sampling = add_sampling_arguments(parser, "default: until a stop or the end of the context")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
     output = parser.add_argument_group("output")
@@ -115,6 +100,22 @@ def add_generate(commands) -> None:
     output.add_argument("--no-stream", action="store_true", help="print a single completion at its end, not as it comes")
     output.add_argument("--prefill-only", action="store_true", help="time the prompts and generate nothing")
     output.add_argument("--quiet", action="store_true", help="no progress and no statistics")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, length: str):
+    """The flags that `sampling_settings` reads, in a group of their own, which is returned. `length` is the help text of
+    --max-new-tokens."""
+    sampling = parser.add_argument_group("sampling", "defaults come from the checkpoint's generation_config.json")
+    sampling.add_argument("--max-new-tokens", "--max-tokens", type=int, metavar="N", help=length)
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="0 or -1 is off")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="1 is off")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="0 is off")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="X", help="1 is off")
+    sampling.add_argument("--seed", type=int, metavar="N", help="default: a new one each time")
+    sampling.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    return sampling
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
