@@ -7,13 +7,14 @@ print(engine.generate("The cat", max_new_tokens=40)[0].text)
 from importlib import import_module
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "SamplingParams", "load"]
+__all__ = ["Completion", "Engine", "SamplingParams", "explain", "load"]
 
 _HOMES = {
     "Completion": "dsv4.compile.sampling",
     "SamplingParams": "dsv4.compile.sampling",
     "Engine": "dsv4.compile.engine",
     "load": "dsv4.compile.engine",
+    "explain": "dsv4.compile.explain.run",
 }
 
 
