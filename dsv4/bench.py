@@ -7,6 +7,7 @@ one compiled graph, captured, replayed. Two depths give the cost of a layer and 
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import statistics
@@ -30,8 +31,15 @@ def add_bench(commands) -> None:
     parser.add_argument("--layers", default="6,12", metavar="N[,M]", help="depths; default: 6,12")
     parser.add_argument("--batch", default="1", metavar="B[,B...]", help="sequences decoded together; default: 1")
     parser.add_argument("--context", type=int, default=4096, metavar="N", help="position of the timed step; default: 4096")
-    parser.add_argument("--format", default="nvfp4-experts", metavar="NAME", help="nvfp4-experts (default) or bf16")
+    parser.add_argument(
+        "--format", default="nvfp4-experts", metavar="NAME", help="nvfp4-experts (default), mxfp4, all-nvfp4 or bf16"
+    )
     parser.add_argument("--replays", type=int, default=200, metavar="N", help="timed replays; default: 200")
+    parser.add_argument(
+        "--eager", action="store_true", help="capture the step uncompiled: the layers' kernels are the same"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw each op's time over its floor (PNG; needs matplotlib)")
+    parser.add_argument("--peer", choices=("transformers",), help="also time a layer of this library's model")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.set_defaults(run=bench)
 
@@ -51,26 +59,35 @@ def bench(args: argparse.Namespace) -> int:
     """Run the benchmark and print it."""
     import torch
 
+    from dsv4.bench_ops import OpTime, plot
+    from dsv4.bench_peer import transformers_layer
+
     layers = sorted(set(parse_numbers("--layers", args.layers, 2)))
     batches = parse_numbers("--batch", args.batch, 8)
     if args.context < 1 or args.replays < 10:
         raise ValueError(f"--context must be at least 1 and --replays at least 10, found {args.context}, {args.replays}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib, which is not installed; install it with: pip install 'dsv4[plot]'")
     if not torch.cuda.is_available():
         raise ValueError("bench needs a CUDA device, and PyTorch sees none; nothing was run")
     bandwidth = copy_bandwidth()
     results = []
     for depth in layers:
-        for row in measure(args, depth, batches):
+        for row in measure(args, depth, batches, depth == layers[0]):
             results.append(row)
             print(step_line(row, bandwidth), file=sys.stderr, flush=True)  # so that an interrupted run leaves something
     report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "copy_bytes_per_second": bandwidth,
-        **{key: getattr(args, key) for key in ("widths", "format", "context", "replays")},
+        **{key: getattr(args, key) for key in ("widths", "format", "context", "replays", "eager")},
         "steps": results,
         "layer": per_layer(results, bandwidth),
     }
+    if args.peer:
+        report["peer"] = {"name": args.peer, "seconds": transformers_layer(args.widths, args.context, 20)}
+    if args.plot:
+        plot([OpTime(**op) for op in results[0]["ops"]], bandwidth, args.plot)
     print(json.dumps(report) if args.json else text(report))
     return 0
 
@@ -100,10 +117,11 @@ def time_replays(run, count: int) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
 
 
-def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> Iterator[dict]:
-    """Time one depth; yields a row for each batch size."""
+def measure(args: argparse.Namespace, depth: int, batches: list[int], with_ops: bool) -> Iterator[dict]:
+    """Time one depth; yields a row for each batch size, with its ops one by one if asked for."""
     import torch
 
+    from dsv4.bench_ops import time_ops
     from dsv4.compile.graphs import CapturedStep, compile_step
     from dsv4.compile.step import DecodeState, decode_step
     from dsv4.model import config as configs
@@ -130,7 +148,7 @@ def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> Iterato
                 buffer.normal_()
             state = DecodeState(batch, config.vocab_size, device)
             start = time.perf_counter()
-            step = partial(compile_step(decode_step), model, cache, state)
+            step = partial(decode_step if args.eager else compile_step(decode_step), model, cache, state)
             step()
             torch.cuda.synchronize()
             compiled = time.perf_counter() - start
@@ -142,7 +160,7 @@ def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> Iterato
             allocated = torch.cuda.memory_allocated()
             seconds = sorted(time_replays(replay, args.replays))
             assert torch.cuda.memory_allocated() == allocated, "a replay allocated memory"
-            yield {
+            row = {
                 "layers": depth,
                 "batch": batch,
                 "seconds": statistics.median(seconds),
@@ -151,7 +169,13 @@ def measure(args: argparse.Namespace, depth: int, batches: list[int]) -> Iterato
                 "compile_seconds": compiled,
                 "memory": allocated,
                 "kernels": kernels(replay),
+                "ops": [],
             }
+            if with_ops:
+                state.positions.fill_(args.context)
+                ops = time_ops(partial(decode_step, model, cache, state), args.context, time_replays)
+                row["ops"] = [dataclasses.asdict(op) for op in ops]
+            yield row
             del cache, state, step, replay
     del model
     torch.cuda.empty_cache()
@@ -217,6 +241,8 @@ def step_line(row: dict, bandwidth: float) -> str:
 
 def text(report: dict) -> str:
     """The report as tables."""
+    from dsv4.bench_ops import OpTime, table
+
     bandwidth = report["copy_bytes_per_second"]
     lines = [
         f"{report['device']}, torch {report['torch']}, device copy {bandwidth / 1e12:.2f} TB/s; V4-{report['widths']} "
@@ -237,4 +263,14 @@ def text(report: dict) -> str:
             for name, (count, micros) in named
             if micros > 0.2 or count > 0
         ]
+    for row in report["steps"]:
+        if row["ops"]:
+            lines += [
+                "",
+                f"batch {row['batch']}: each op by itself, all its calls of a step of {row['layers']} layers in turn",
+            ]
+            lines += table([OpTime(**op) for op in row["ops"]], bandwidth)
+    if "peer" in report:
+        seconds = ", ".join(f"{kind} {value * 1e3:.2f} ms" for kind, value in report["peer"]["seconds"].items())
+        lines += ["", f"{report['peer']['name']}, eager, bf16, batch 1, a layer a token: {seconds}"]
     return "\n".join(lines)

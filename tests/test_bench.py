@@ -8,8 +8,9 @@ import torch
 from dsv4 import bench, cli
 from dsv4.model import config as configs
 from dsv4.model.cache import Cache
+from dsv4.model.linear import Fp8BlockLinear, Nvfp4Experts, Nvfp4Linear, PlainExperts, PlainLinear
 from dsv4.model.plan import buffer_bytes, step_bytes
-from dsv4.model.random_source import RandomSource
+from dsv4.model.random_source import FORMATS, RandomSource
 from dsv4.model.transformer import Transformer
 
 
@@ -33,7 +34,7 @@ def narrow(layers: int):
     )
 
 
-@pytest.mark.parametrize("form", ["nvfp4-experts", "bf16"])
+@pytest.mark.parametrize("form", FORMATS)
 def test_random_weights_give_finite_logits_of_sane_size(form):
     config = narrow(4)
     model = Transformer(config, RandomSource("cpu", form=form))
@@ -41,6 +42,27 @@ def test_random_weights_give_finite_logits_of_sane_size(form):
     rows = torch.arange(140)
     logits = model.logits(model(rows, rows, torch.zeros_like(rows), cache))
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_random_weights_have_the_modules_of_their_format(form):
+    """Of everything but the head, which is plain in all of them; scales of MXFP4 experts are powers of two."""
+    model = Transformer(narrow(4), RandomSource("cpu", form=form))
+    modules = {name: module for name, module in model.named_modules() if type(module).__module__ == "dsv4.model.linear"}
+    assert type(modules.pop("head")) is PlainLinear
+    kinds = {type(module) for module in modules.values()}
+    assert (
+        kinds
+        == {
+            "nvfp4-experts": {Nvfp4Experts, Fp8BlockLinear, PlainLinear},
+            "mxfp4": {Nvfp4Experts, Fp8BlockLinear, PlainLinear},
+            "all-nvfp4": {Nvfp4Experts, Nvfp4Linear},
+            "bf16": {PlainExperts, PlainLinear},
+        }[form]
+    )
+    if form != "bf16":
+        powers = torch.log2(model.layers[0].ffn.experts.gate_up_scale_2) % 1 == 0
+        assert powers.all() if form == "mxfp4" else not powers.any()
 
 
 def test_bytes_of_the_releases():

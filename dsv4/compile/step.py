@@ -41,7 +41,6 @@ class DecodeState(nn.Module):
         add("seeds", 0, torch.int64)
         add("logits", 0.0, torch.float32, vocab)
         self.register_buffer("out", torch.full((2, batch), -1, dtype=torch.int64, device=device))
-        self.register_buffer("rows", torch.arange(batch, device=device))
 
 
 def prefill_step(model: Transformer, cache: Cache, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -51,10 +50,7 @@ def prefill_step(model: Transformer, cache: Cache, tokens: Tensor, positions: Te
 
 def decode_step(model: Transformer, cache: Cache, state: DecodeState) -> None:
     """Run each row's token, draw its successor and make it the row's next token; everything in place."""
-    active = state.slots >= 0
-    logits = model.logits(model(state.tokens, state.positions, state.slots, cache))
-    # The seed's counter is the position that the new token will take, so a draw is tied to its place in the text.
-    following = state.positions + 1
+    logits = model.logits(model(state.tokens, state.positions, state.slots, cache, decode=True))
     token, logprob = ops.sample(
         logits,
         state.seen,
@@ -64,14 +60,18 @@ def decode_step(model: Transformer, cache: Cache, state: DecodeState) -> None:
         state.min_p,
         state.repetition_penalty,
         state.seeds,
-        following,
+        state.positions + 1,  # a draw is tied to the place that the new token takes in the text
     )
-    stopped = (token[:, None] == state.stop_ids).any(-1) | (state.remaining <= 1)
-
-    state.logits.copy_(logits)
-    state.seen.index_put_((state.rows, token), state.seen[state.rows, token] | active)
-    state.out.copy_(torch.stack((torch.where(active, token, -1), logprob.view(torch.int32).long())))
-    state.tokens.copy_(torch.where(active, token, state.tokens))
-    state.positions.copy_(torch.where(active, following, state.positions))
-    state.remaining.sub_(active.long())
-    state.slots.copy_(torch.where(active & ~stopped, state.slots, -1))
+    ops.advance_state(
+        token,
+        logprob,
+        logits,
+        state.stop_ids,
+        state.tokens,
+        state.positions,
+        state.slots,
+        state.remaining,
+        state.seen,
+        state.logits,
+        state.out,
+    )

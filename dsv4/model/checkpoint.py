@@ -9,7 +9,7 @@ against the file headers alone, so a checkpoint that does not fit is refused bef
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from dsv4.model import formats, names, stacks
 from dsv4.model.formats import Format
-from dsv4.model.shards import TORCH_DTYPES, Folder, Reader, Stored
+from dsv4.model.read_ahead import ReadAhead
+from dsv4.model.shards import TORCH_DTYPES, Folder, Stored
 from dsv4.model.source import Source
 from dsv4.model.stacks import ExpertStack
 
@@ -81,9 +82,12 @@ class FolderSource(Source):
         device: torch.device | str,
         dtype: torch.dtype,
         progress: Progress | None = None,
+        order: Iterable[Stored] = (),
     ):
+        """`order`: what will be asked for, in that order, as far as it is known; it is read ahead."""
         self._prefix = ""
-        self._load = _Load(folder if isinstance(folder, Folder) else Folder.open(folder), torch.device(device), progress)
+        folder = folder if isinstance(folder, Folder) else Folder.open(folder)
+        self._load = _Load(folder, torch.device(device), progress, order)
         self.device = self._load.device
         self.dtype = dtype
 
@@ -106,6 +110,7 @@ class FolderSource(Source):
         stored = self._load.required(self._prefix + name)
         formats.check(stored, formats.FLOATS if dtype.is_floating_point else INTEGERS, tuple(shape))
         self._load.take(self._prefix + name, "plain")
+        self._load.order.append(stored)
         return self._load.read(stored).view(shape).to(dtype).to(self.device)
 
     def linear(self, name: str, out_features: int, in_features: int, groups: int = 1) -> nn.Module:
@@ -140,6 +145,11 @@ class FolderSource(Source):
         for, other than those under skipped prefixes."""
         return self._load.finish()
 
+    @property
+    def order(self) -> list[Stored]:
+        """What has been asked for until now, in order, without what is read in pieces."""
+        return self._load.order
+
     def close(self) -> None:
         """Close the files; `finish` does so too."""
         self._load.reader.close()
@@ -151,6 +161,7 @@ class FolderSource(Source):
         form, found = self._recognise(keys, f"{name}.{formats.WEIGHT_SUFFIXES[0]}")
         parts = formats.find_parts(form, found, out_features, in_features)
         self._account(form, keys)
+        load.order += parts.values()
         return form, parts
 
     def _recognise(self, keys: dict[str, str], needed: str) -> tuple[Format, dict[str, Stored]]:
@@ -230,8 +241,10 @@ def load_folder(
     """Build a model from a folder: first from the headers alone, so that a checkpoint that does not fit is refused
     before its data is read, then for good. `build` is called twice, each time with the source of all weights."""
     opened = Folder.open(folder)
-    FolderSource.check(opened, build, dtype)
-    source = FolderSource(opened, device, dtype, progress)
+    check = FolderSource(opened, "meta", dtype)
+    build(check)
+    check.finish()
+    source = FolderSource(opened, device, dtype, progress, check.order)
     try:
         return build(source), source.finish()
     finally:
@@ -259,9 +272,10 @@ class ProgressLine:
 class _Load:
     """What all scopes of one load share: the tensors by native name, which of them are accounted for, the reader."""
 
-    def __init__(self, folder: Folder, device: torch.device, progress: Progress | None):
+    def __init__(self, folder: Folder, device: torch.device, progress: Progress | None, order: Iterable[Stored]):
         self.folder, self.device, self.progress = folder, device, progress
-        self.reader = Reader()
+        self.reader = ReadAhead(order)
+        self.order: list[Stored] = []  # see FolderSource.order
         self.start = time.monotonic()
         self.done = 0
         kept = {name: stored for name, stored in folder.tensors.items() if not names.is_skipped(name)}

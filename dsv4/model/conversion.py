@@ -1,8 +1,8 @@
-"""Conversion of a checkpoint to NVIDIA's experts-only NVFP4 format, weight by weight.
+"""Conversion of a checkpoint to one of the formats of dsv4.model.targets, weight by weight.
 
 `items` decides from the headers alone what becomes of every tensor of a folder: names, dtypes, shapes and sizes of the
 result are known before anything is read. `convert` then does one item, holding little more than its weights in memory.
-What is in its final format already is copied byte for byte; MXFP4 experts keep their codes and get other scales of the
+What is in its final format already is copied byte for byte; MXFP4 weights keep their codes and get other scales of the
 same values; all else is dequantised to float32 and quantised or cast, and the error that this makes is measured.
 """
 
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from dsv4.model import formats, names, stacks
-from dsv4.model.export import shared_scale_2, stored_kind
+from dsv4.model.export import shared_scale_2
 from dsv4.model.formats import Format
 from dsv4.model.linear import Fp8BlockLinear, Nvfp4Linear
 from dsv4.model.shards import BITS, Folder, Reader, Stored
 from dsv4.model.survey import split_name
+from dsv4.model.targets import Target
 from dsv4.ops.fp8 import BLOCK, dequantize_fp8_block, quantize_fp8_block
 from dsv4.ops.mxfp4 import mxfp4_to_nvfp4
 from dsv4.ops.nvfp4 import GROUP, dequantize_nvfp4, quantize_nvfp4
 
 COPY_BYTES = 64 * 2**20  # of a tensor that is copied, at a time
 PLAIN_DTYPES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64"}
-EXPERT_PARTS = ("w1", "w3", "w2")  # w1 and w3 go together: they share a scale
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Item:
         return sum(output.nbytes for output in self.outputs)
 
 
-def items(folder: Folder, drop_mtp: bool = False) -> list[Item]:
+def items(folder: Folder, target: Target, drop_mtp: bool = False) -> list[Item]:
     """Everything to do for a folder that loads, in the order of the source's files.
 
     Tensors of the draft head are copied as they are, under names without transformers' `model.` prefix. ValueError for a
@@ -95,19 +95,21 @@ def items(folder: Folder, drop_mtp: bool = False) -> list[Item]:
         if suffix is not None:
             groups.setdefault(module, {})[suffix] = stored
         else:
-            found.append(_plain_item(native, stored))
-    experts: dict[str, dict[str, Weight]] = {}
+            found.append(_plain_item(native, stored, target.kind(native)))
+    pairs: dict[str, dict[str, Weight]] = {}  # w1 and w3 of one expert share a scale
     for module, group in groups.items():
         form = formats.recognise(group)
         for weight in _weights(module, form, group):
-            kind = stored_kind(f"{weight.name}.weight")
-            if kind == "nvfp4":
-                expert, _, part = weight.name.rpartition(".")
-                experts.setdefault(expert, {})[part] = weight
-            else:
+            kind = target.kind(f"{weight.name}.weight")
+            expert, _, part = weight.name.rpartition(".")
+            if kind != "nvfp4":
                 found.append(_fp8_item(weight) if kind == "fp8" else _dequantised_item(weight, kind))
-    for parts in experts.values():
-        found += [_nvfp4_item(parts["w1"], parts["w3"]), _nvfp4_item(parts["w2"])]
+            elif part in ("w1", "w3"):
+                pairs.setdefault(expert, {})[part] = weight
+            else:
+                found.append(_nvfp4_item(weight))
+    found += [_nvfp4_item(pair["w1"], pair["w3"]) for pair in pairs.values()]
+    found = [_renamed(item, target) for item in found]
     if not drop_mtp:
         skipped = folder.tensors.keys() - kept.keys()
         found += [_copy((name.removeprefix("model."), folder.tensors[name])) for name in skipped]
@@ -156,8 +158,11 @@ def _copy(*pairs: tuple[str, Stored]) -> Item:
     return Item("copy", outputs, stored=tuple(stored for _, stored in pairs))
 
 
-def _plain_item(name: str, stored: Stored) -> Item:
-    kind = stored_kind(name)
+def _renamed(item: Item, target: Target) -> Item:
+    return replace(item, outputs=tuple(replace(output, name=target.spelt(output.name)) for output in item.outputs))
+
+
+def _plain_item(name: str, stored: Stored, kind: str) -> Item:
     if kind not in PLAIN_DTYPES:
         raise ValueError(f"{stored}: a weight was expected, with or without scales")
     if stored.dtype == PLAIN_DTYPES[kind]:
@@ -169,7 +174,7 @@ def _plain_item(name: str, stored: Stored) -> Item:
 def _dequantised_item(weight: Weight, kind: str) -> Item:
     stored, name = weight.parts["weight"], f"{weight.name}.weight"
     if weight.form is formats.PLAIN:
-        return _plain_item(name, stored)
+        return _plain_item(name, stored, kind)
     return Item(kind, (Output(name, PLAIN_DTYPES[kind], weight.shape),), (weight,))
 
 
@@ -242,7 +247,7 @@ def convert(
 def _to_nvfp4(
     item: Item, reader: Reader, outcomes: list[Outcome], device: torch.device | str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Experts' weights that share one scale_2: w1 with w3, or w2 alone."""
+    """Weights that share one scale_2: an expert's w1 with its w3, or one alone."""
     weights, forms = item.weights, {weight.form for weight in item.weights}
     how, values, result = "", [], None
     if forms == {formats.MXFP4}:
@@ -256,16 +261,13 @@ def _to_nvfp4(
             scale_2 = shared_scale_2(*values)
             how, result = "quantised to NVFP4", [quantize_nvfp4(value, scale_2) for value in values]
     input_scale = _input_scale(weights, reader)
-    for index, (weight, (packed, scale, scale_2)) in enumerate(zip(weights, result, strict=True)):
-        yield f"{weight.name}.weight", packed
-        yield f"{weight.name}.weight_scale", scale
-        yield f"{weight.name}.weight_scale_2", scale_2
-        yield f"{weight.name}.input_scale", input_scale
+    for index, (packed, scale, scale_2) in enumerate(result):
+        outputs = [output.name for output in item.outputs[4 * index : 4 * index + 4]]  # in the order of _nvfp4_item
+        yield from zip(outputs, (packed, scale, scale_2, input_scale), strict=True)
         if values:
-            restored = dequantize_nvfp4(packed, scale, scale_2)
-            outcomes.append(_outcome(f"{weight.name}.weight", how, values[index], restored))
+            outcomes.append(_outcome(outputs[0], how, values[index], dequantize_nvfp4(packed, scale, scale_2)))
         else:
-            outcomes.append(Outcome(f"{weight.name}.weight", how))
+            outcomes.append(Outcome(outputs[0], how))
 
 
 def _recast(weights: tuple[Weight, ...], reader: Reader) -> list[tuple[Tensor, Tensor, Tensor]] | None:

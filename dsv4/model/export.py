@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4.ops.fp8 import quantize_fp8_block
+from dsv4.ops.fp8 import divided, quantize_fp8_block
 from dsv4.ops.nvfp4 import E2M1_MAX, E4M3_MAX, GROUP, quantize_nvfp4
 
 _LAYER = r"(?:layers|mtp)\.\d+\."
@@ -102,7 +102,7 @@ def nvfp4_tensors(tensors: dict[str, Tensor], input_amax: float = 2688.0) -> Ite
 def shared_scale_2(*weights: Tensor) -> Tensor:
     """The scale_2 of weights quantised together: fused gate-up kernels read one for w1 and w3."""
     amax = max(weight.float().abs().max() for weight in weights)
-    return torch.as_tensor(amax / (E2M1_MAX * E4M3_MAX), dtype=torch.float32) if amax > 0 else torch.tensor(1.0)
+    return divided(amax, E2M1_MAX * E4M3_MAX) if amax > 0 else torch.ones_like(amax)
 
 
 def _expert_tensors(tensors: dict[str, Tensor], prefix: str, part: str, input_amax: float) -> Iterator[tuple[str, Tensor]]:

@@ -3,18 +3,25 @@
     native     the original release: routed experts MXFP4 (FP8 block in the Base models), most linears FP8 block, the
                rest BF16 and F32
     NVFP4      NVIDIA's exports: the same, but for the routed experts
+    all NVFP4  every linear but the router and the head NVFP4, under transformers' names
 
-The draft head (`mtp.0`, one more sliding layer that predicts the token after the next) is part of the releases and is
-left out when models are loaded.
+A draft head is part of every release and is left out when models are loaded:
+
+    MTP        of the first releases: `mtp.0`, one more sliding layer that predicts the token after the next
+    DSpark     of Flash-0731 and Pro-0813: `mtp.0` to `mtp.2`, three sliding layers with one input projection of the
+               states of three layers, a low-rank table of token pairs, and a head that tells how sure a draft is
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dsv4.model import names
 from dsv4.model.config import CSA, SLIDING, ModelConfig
 from dsv4.ops import fp8, mxfp4, nvfp4
 
 EXPERT_FORMATS = ("MXFP4", "FP8", "NVFP4")
+DRAFTS = ("MTP", "DSpark")
+DSPARK_RANK = 256  # of the table of token pairs; config.json's dspark_markov_rank
 
 
 @dataclass(frozen=True)
@@ -26,22 +33,41 @@ class Expected:
     dtype: str
 
 
-def native_release(config: ModelConfig, mtp: bool = True, experts: str = "MXFP4") -> Iterator[Expected]:
-    """The tensors of the original release, 69,187 for Flash and 145,116 for Pro; with experts="FP8" those of a Base
-    model. Without `mtp`, the draft head is left out."""
-    yield from _release(config, experts, experts if mtp else None)
+def native_release(config: ModelConfig, draft: str | None = "MTP", experts: str = "MXFP4") -> Iterator[Expected]:
+    """The tensors of the original release, 69,187 for Flash and 145,116 for Pro; 72,317 for Flash with draft="DSpark";
+    with experts="FP8" those of a Base model. With draft=None, the draft head is left out."""
+    yield from _release(config, experts, draft, experts)
 
 
-def nvfp4_experts_release(config: ModelConfig, mtp: bool = True, mtp_experts: str = "MXFP4") -> Iterator[Expected]:
+def nvfp4_experts_release(
+    config: ModelConfig, draft: str | None = "MTP", draft_experts: str = "MXFP4"
+) -> Iterator[Expected]:
     """The tensors of NVIDIA's NVFP4 export: routed experts NVFP4, all else as in the original release. Of the draft
-    head's experts (`mtp_experts`) some exports are NVFP4 too."""
-    yield from _release(config, "NVFP4", mtp_experts if mtp else None)
+    head's experts (`draft_experts`) some exports are NVFP4 too."""
+    yield from _release(config, "NVFP4", draft, draft_experts)
 
 
-def _release(config: ModelConfig, experts: str, mtp_experts: str | None) -> Iterator[Expected]:
-    for form in (experts, mtp_experts):
-        if form is not None and form not in EXPERT_FORMATS:
+def all_nvfp4_release(config: ModelConfig) -> Iterator[Expected]:
+    """The tensors of the all-NVFP4 variant, without draft head: 2-d weights but embedding, head and router are NVFP4,
+    with one tensor for each expert and projection, and `position_bias` is BF16."""
+    for tensor in _release(config, "MXFP4", None, "MXFP4"):
+        name, shape = names.native_to_hf(tensor.name), tensor.shape
+        if tensor.dtype == "F8_E8M0":
+            continue
+        plain = tensor.name in ("embed.weight", "head.weight") or tensor.name.endswith("ffn.gate.weight")
+        if len(shape) == 2 and name.endswith(".weight") and not plain:
+            width = shape[1] * (2 if tensor.dtype == "I8" else 1)
+            yield from _nvfp4(name.removesuffix(".weight"), shape[0], width)
+        else:
+            yield Expected(name, shape, "BF16" if name.endswith("position_bias") else tensor.dtype)
+
+
+def _release(config: ModelConfig, experts: str, draft: str | None, draft_experts: str) -> Iterator[Expected]:
+    for form in (experts, draft_experts):
+        if form not in EXPERT_FORMATS:
             raise ValueError(f"experts: found {form!r}, expected one of {', '.join(EXPERT_FORMATS)}")
+    if draft not in (None, *DRAFTS):
+        raise ValueError(f"draft: found {draft!r}, expected None or one of {', '.join(DRAFTS)}")
     hidden = config.hidden_size
     yield Expected("embed.weight", (config.vocab_size, hidden), "BF16")
     yield from _hyper_head(config, "")
@@ -49,13 +75,33 @@ def _release(config: ModelConfig, experts: str, mtp_experts: str | None) -> Iter
     yield Expected("head.weight", (config.vocab_size, hidden), "BF16")
     for layer, (attention, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True)):
         yield from _layer(config, f"layers.{layer}.", attention, mlp == "hash_moe", experts)
-    if mtp_experts is not None:
-        yield from _layer(config, "mtp.0.", SLIDING, False, mtp_experts)
-        for name in ("e_proj", "h_proj"):
-            yield from _fp8(f"mtp.0.{name}", hidden, hidden)
-        for name in ("enorm", "hnorm", "norm"):
-            yield Expected(f"mtp.0.{name}.weight", (hidden,), "BF16")
-        yield from _hyper_head(config, "mtp.0.")
+    if draft == "MTP":
+        yield from _mtp(config, draft_experts)
+    elif draft == "DSpark":
+        yield from _dspark(config, draft_experts)
+
+
+def _mtp(config: ModelConfig, experts: str) -> Iterator[Expected]:
+    hidden = config.hidden_size
+    yield from _layer(config, "mtp.0.", SLIDING, False, experts)
+    for name in ("e_proj", "h_proj"):
+        yield from _fp8(f"mtp.0.{name}", hidden, hidden)
+    for name in ("enorm", "hnorm", "norm"):
+        yield Expected(f"mtp.0.{name}.weight", (hidden,), "BF16")
+    yield from _hyper_head(config, "mtp.0.")
+
+
+def _dspark(config: ModelConfig, experts: str) -> Iterator[Expected]:
+    hidden, vocab = config.hidden_size, config.vocab_size
+    for block in range(3):
+        yield from _layer(config, f"mtp.{block}.", SLIDING, False, experts)
+    yield from _fp8("mtp.0.main_proj", hidden, 3 * hidden)
+    yield Expected("mtp.0.main_norm.weight", (hidden,), "BF16")
+    yield Expected("mtp.2.norm.weight", (hidden,), "BF16")
+    yield from _hyper_head(config, "mtp.2.")
+    for name in ("markov_w1", "markov_w2"):
+        yield Expected(f"mtp.2.markov_head.{name}.weight", (vocab, DSPARK_RANK), "BF16")
+    yield Expected("mtp.2.confidence_head.proj.weight", (1, hidden + DSPARK_RANK), "BF16")
 
 
 def _hyper_head(config: ModelConfig, prefix: str) -> Iterator[Expected]:

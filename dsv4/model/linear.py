@@ -2,13 +2,20 @@
 
 A checkpoint decides the format weight by weight, so the model asks its source for "a linear of this name and size" and
 gets whichever of these fits. All tensors are buffers: inference only, static addresses. `fp32` serves the places whose
-result the official code keeps in float32 (compressors, the indexer's head weights, the output head).
+result the official code keeps in float32 (compressors, the indexer's head weights, the output head). With `norm` the input
+goes through that RMSNorm first.
 """
 
 import torch
 from torch import Tensor, nn
 
 from dsv4 import ops
+from dsv4.ops.rope import rms_norm
+
+
+def normalised(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of x [..., K] with weight `norm` float32 [K], rounded to x's dtype; x itself without one."""
+    return x if norm is None else rms_norm(x, norm, eps).to(x.dtype)
 
 
 class PlainLinear(nn.Module):
@@ -19,7 +26,8 @@ class PlainLinear(nn.Module):
         self.groups = groups
         self.register_buffer("weight", weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        x = normalised(x, norm, eps)
         if self.groups == 1:
             return nn.functional.linear(x, self.weight)
         return torch.einsum("tgk,gnk->tgn", x, self.weight.unflatten(0, (self.groups, -1))).flatten(1)
@@ -38,8 +46,8 @@ class Fp8BlockLinear(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear_fp8_block(x, self.weight, self.scale, self.groups)
+    def forward(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        return ops.linear_fp8_block(x, self.weight, self.scale, self.groups, norm, eps)
 
     def fp32(self, x: Tensor) -> Tensor:
         """The same with a float32 result, unrounded."""
@@ -47,7 +55,10 @@ class Fp8BlockLinear(nn.Module):
 
 
 class Nvfp4Linear(nn.Module):
-    """weight uint8 [N, K/2], scale float8_e4m3fn [N, K/16], scale_2 float32 []."""
+    """weight uint8 [N, K/2], scale float8_e4m3fn [N, K/16], scale_2 float32 [] or one a row [N]. `activation` as in
+    ops.linear_nvfp4."""
+
+    activation: str | None = None
 
     def __init__(self, weight: Tensor, scale: Tensor, scale_2: Tensor, groups: int = 1):
         super().__init__()
@@ -56,21 +67,18 @@ class Nvfp4Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("scale_2", scale_2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.groups == 1:
-            return ops.linear_nvfp4(x, self.weight, self.scale, self.scale_2)
-        # One call a group: the rows of a group are contiguous in the weight, and its inputs [T, K] in x [T, G, K].
-        weights, scales = self.weight.chunk(self.groups), self.scale.chunk(self.groups)
-        parts = [ops.linear_nvfp4(x[..., g, :], weights[g], scales[g], self.scale_2) for g in range(self.groups)]
-        return torch.cat(parts, -1)
+    def forward(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        return ops.linear_nvfp4(x, self.weight, self.scale, self.scale_2, self.activation, self.groups, norm, eps)
 
     def fp32(self, x: Tensor) -> Tensor:
         """The same with a float32 result, unrounded."""
-        return self(x.float())
+        return ops.linear_nvfp4(x, self.weight, self.scale, self.scale_2, self.activation, out_fp32=True)
 
 
 class PlainExperts(nn.Module):
     """gate_up [E, 2I, H] (w1 then w3) and down [E, H, I] in the activations' dtype."""
+
+    takes_shared = False  # whether forward can add an FP8-block shared expert
 
     def __init__(self, gate_up: Tensor, down: Tensor):
         super().__init__()
@@ -85,6 +93,8 @@ class Fp8Experts(nn.Module):
     """gate_up float8_e4m3fn [E, 2I, H] (w1 then w3) with scale float32 [E, 2 ceil(I/128), ceil(H/128)]; down
     float8_e4m3fn [E, H, I] with scale float32 [E, ceil(H/128), ceil(I/128)]."""
 
+    takes_shared = False
+
     def __init__(self, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor):
         super().__init__()
         self.register_buffer("gate_up", gate_up)
@@ -98,7 +108,10 @@ class Fp8Experts(nn.Module):
 
 class Nvfp4Experts(nn.Module):
     """gate_up uint8 [E, 2I, H/2] with scale [E, 2I, H/16] and scale_2 float32 [E, 2] (w1's, w3's); down uint8
-    [E, H, I/2] with scale [E, H, I/16] and scale_2 float32 [E]. Scales are float8_e4m3fn."""
+    [E, H, I/2] with scale [E, H, I/16] and scale_2 float32 [E]. Scales are float8_e4m3fn. With `activation` "nvfp4" the
+    inputs of both products are quantised too, by the slow ops.moe_nvfp4_w4a4."""
+
+    activation: str | None = None
 
     def __init__(
         self,
@@ -117,8 +130,14 @@ class Nvfp4Experts(nn.Module):
         self.register_buffer("down_scale", down_scale)
         self.register_buffer("down_scale_2", down_scale_2)
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float) -> Tensor:
-        return ops.moe_nvfp4(
+    @property
+    def takes_shared(self) -> bool:
+        """Whether forward can add the shared expert: `shared` is its FP8-block gate_up, scale, down, scale."""
+        return self.activation is None
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float, *shared: Tensor) -> Tensor:
+        op = ops.moe_nvfp4 if self.activation is None else ops.moe_nvfp4_w4a4
+        return op(
             x,
             experts,
             weights,
@@ -129,4 +148,20 @@ class Nvfp4Experts(nn.Module):
             self.down_scale,
             self.down_scale_2,
             limit,
+            *shared,
         )
+
+
+def quantise_activations(model: nn.Module, activation: str) -> None:
+    """Let every NVFP4 linear and expert stack of a model quantise its inputs too: an emulation of W4A4 kernels, to study
+    their numbers on any machine. Weights of other formats stay weight-only.
+
+    ValueError for any other activation than "nvfp4", and for a model without NVFP4 weights.
+    """
+    if activation != "nvfp4":
+        raise ValueError(f'activation must be None or "nvfp4", found {activation!r}')
+    modules = [module for module in model.modules() if isinstance(module, (Nvfp4Linear, Nvfp4Experts))]
+    if not modules:
+        raise ValueError('activation="nvfp4" was asked for, but the checkpoint has no NVFP4 or MXFP4 weights')
+    for module in modules:
+        module.activation = activation

@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 from dsv4 import ops
 from dsv4.model.config import ModelConfig
+from dsv4.model.linear import Fp8BlockLinear
+from dsv4.model.projection import merge
 from dsv4.model.source import Source
 
 
@@ -15,13 +17,17 @@ class SharedExpert(nn.Module):
         super().__init__()
         hidden, inter = config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
-        self.w1 = source.linear("w1", inter, hidden)
-        self.w3 = source.linear("w3", inter, hidden)
-        self.w2 = source.linear("w2", hidden, inter)
+        self.gate_up = merge([source.linear("w1", inter, hidden), source.linear("w3", inter, hidden)])
+        self.down = source.linear("w2", hidden, inter)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = ops.clamped_swiglu(torch.cat((self.w1(x), self.w3(x)), dim=-1), self.limit)
-        return self.w2(h.to(x.dtype))
+        return self.down(ops.clamped_swiglu(self.gate_up(x), self.limit).to(x.dtype))
+
+    def fp8_weights(self) -> tuple[Tensor, ...] | None:
+        """gate_up, its scale, down, its scale, if both are FP8-block; then the expert kernels can take them along."""
+        if isinstance(self.gate_up, Fp8BlockLinear) and isinstance(self.down, Fp8BlockLinear):
+            return self.gate_up.weight, self.gate_up.scale, self.down.weight, self.down.scale
+        return None
 
 
 class MoE(nn.Module):
@@ -46,5 +52,8 @@ class MoE(nn.Module):
             experts, weights = ops.route_hash(x, self.gate, self.tid2eid, tokens, slots, self.scale)
         else:
             experts, weights = ops.route_topk(x, self.gate, self.bias, slots, self.k, self.scale)
+        shared = self.shared_experts.fp8_weights() if self.experts.takes_shared else None
+        if shared is not None:
+            return self.experts(x, experts, weights, self.limit, *shared)
         routed = self.experts(x, experts, weights, self.limit)
         return (routed + self.shared_experts(x).float()).to(x.dtype)

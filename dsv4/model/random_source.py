@@ -6,18 +6,24 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dsv4.model.linear import Fp8BlockLinear, Nvfp4Experts, PlainExperts, PlainLinear
+from dsv4.model.linear import Fp8BlockLinear, Nvfp4Experts, Nvfp4Linear, PlainExperts, PlainLinear
 from dsv4.model.source import Source
 from dsv4.ops.fp8 import BLOCK
 from dsv4.ops.nvfp4 import GROUP
 
-FORMATS = ("nvfp4-experts", "bf16")
+FORMATS = ("nvfp4-experts", "mxfp4", "all-nvfp4", "bf16")
 E2M1_RMS = 2.92  # root mean square of E2M1 codes drawn uniformly
 
 
 class RandomSource(Source):
-    """Weights that keep activations near unit size. `form` "nvfp4-experts" is NVIDIA's layout: routed experts NVFP4,
-    attention linears, the indexer's queries and the shared expert FP8-block, the rest bf16; "bf16" is all plain."""
+    """Weights that keep activations near unit size, in the layout of a format as a model holds it:
+
+    nvfp4-experts   routed experts NVFP4; attention linears, the indexer's queries and the shared expert FP8-block; the
+                    rest bf16
+    mxfp4           the native release: the same, with the powers of two for scales that MXFP4 experts are cast to
+    all-nvfp4       every linear but router and head NVFP4
+    bf16            all plain
+    """
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, form: str = FORMATS[0], seed=0):
         if form not in FORMATS:
@@ -44,15 +50,18 @@ class RandomSource(Source):
             return torch.ones(shape, dtype=dtype, device=self.device)
         if name.endswith("_scale"):
             return torch.full(shape, 0.7, dtype=dtype, device=self.device)
+        if name == "gate.bias":  # a random one would choose the same experts for every token
+            return torch.zeros(shape, dtype=dtype, device=self.device)
         if name == "gate.weight":
             self._experts = shape[0]
         fan_in = shape[-1] if len(shape) > 1 else 1
         return (self._normal(*shape) / math.sqrt(fan_in)).to(dtype)
 
     def linear(self, name: str, out_features: int, in_features: int, groups: int = 1) -> nn.Module:
-        plain = self.form == "bf16" or "compressor" in self._path or name in ("weights_proj", "head")
+        if self.form == "all-nvfp4" and name != "head":
+            return Nvfp4Linear(*self._codes(out_features, in_features), self._scale_2(in_features), groups)
         weight = self._normal(out_features, in_features, dtype=torch.bfloat16)
-        if plain:
+        if self.form in ("bf16", "all-nvfp4") or "compressor" in self._path or name in ("weights_proj", "head"):
             return PlainLinear((weight / math.sqrt(in_features)).to(self.dtype), groups)
         blocks = (math.ceil(out_features / BLOCK), math.ceil(in_features / BLOCK))
         scale = torch.full(blocks, in_features**-0.5, device=self.device)
@@ -62,15 +71,18 @@ class RandomSource(Source):
         shapes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
         if self.form == "bf16":
             return PlainExperts(*(self._normal(*s, dtype=self.dtype) / math.sqrt(s[-1]) for s in shapes))
-
-        def codes(count: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
-            shape = (count, rows, width // 2)
-            packed = torch.randint(256, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
-            return packed, torch.ones(count, rows, width // GROUP, device=self.device).to(torch.float8_e4m3fn)
-
-        def scale_2(width: int, *shape: int) -> Tensor:
-            return torch.full(shape, 1 / (E2M1_RMS * math.sqrt(width)), device=self.device)
-
+        gate_up, down = (self._codes(*shape) for shape in shapes)
         return Nvfp4Experts(
-            *codes(*shapes[0]), scale_2(hidden, num_experts, 2), *codes(*shapes[1]), scale_2(intermediate, num_experts)
+            *gate_up, self._scale_2(hidden, num_experts, 2), *down, self._scale_2(intermediate, num_experts)
         )
+
+    def _codes(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Random NVFP4 codes of [..., K] with block scales of 1."""
+        *rows, k = shape
+        packed = torch.randint(256, (*rows, k // 2), dtype=torch.uint8, device=self.device, generator=self._generator)
+        return packed, torch.ones(*rows, k // GROUP, device=self.device).to(torch.float8_e4m3fn)
+
+    def _scale_2(self, k: int, *shape: int) -> Tensor:
+        """Global scales that give rows of K random codes unit norm, or nearly, where they must be powers of two."""
+        value = 1 / (E2M1_RMS * math.sqrt(k))
+        return torch.full(shape, 2.0 ** round(math.log2(value)) if self.form == "mxfp4" else value, device=self.device)

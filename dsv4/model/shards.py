@@ -7,12 +7,12 @@ told from a foreign one, and so that everything can be checked before the first 
 
 import json
 import math
+import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -214,7 +214,7 @@ class Reader:
     """Reads tensors of safetensors files into host memory, one at a time; keeps the files open until closed."""
 
     def __init__(self):
-        self._streams: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, int] = {}
 
     def read(self, stored: Stored) -> Tensor:
         """The whole tensor, on the CPU, in its stored dtype and shape."""
@@ -225,25 +225,27 @@ class Reader:
         """stored[0], stored[1], ...: only one of them is in memory at a time."""
         return self._read(stored, stored.shape[0], stored.shape[1:])
 
+    def open(self, files: Iterable[Path]) -> None:
+        """Open files that are not open yet; afterwards several threads may read from them."""
+        for file in files:
+            if file not in self._files:
+                self._files[file] = os.open(file, os.O_RDONLY)
+
     def _read(self, stored: Stored, count: int, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        stream = self._streams.get(stored.file)
-        if stream is None:
-            stream = self._streams[stored.file] = stored.file.open("rb", buffering=0)
+        self.open([stored.file])
         nbytes = stored.nbytes // max(count, 1)
         for index in range(count):
-            # bytearray and not mmap: plain reads are read ahead by the system, and never fault half way in a copy.
-            data = bytearray(nbytes)
-            stream.seek(stored.start + index * nbytes)
-            done = 0
+            # Not mmap: plain reads are read ahead by the system, and never fault half way in a copy.
+            tensor = torch.empty(nbytes, dtype=torch.uint8)
+            data, done = memoryview(tensor.numpy()), 0
             while done < nbytes:  # one read returns at most 2 GiB
-                received = stream.readinto(memoryview(data)[done:])
+                received = os.preadv(self._files[stored.file], [data[done:]], stored.start + index * nbytes + done)
                 if not received:
                     raise ValueError(f"{stored}: truncated while it was being read; download the file again")
                 done += received
-            dtype = TORCH_DTYPES[stored.dtype]
-            yield torch.frombuffer(data, dtype=dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+            yield tensor.view(TORCH_DTYPES[stored.dtype]).view(shape)
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
-        self._streams.clear()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()

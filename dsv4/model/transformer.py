@@ -15,6 +15,10 @@ from dsv4.model.config import ModelConfig
 from dsv4.model.moe import MoE
 from dsv4.model.source import Source
 
+# Between sublayers: the output y [T, H] of the last one, not yet mixed in, the streams [T, N, H] before it, and how it is
+# to be mixed: post float32 [T, N], comb float32 [T, N, N] (see ops.hyper_connection).
+Residual = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 class HyperConnection(nn.Module):
     """The mixing around one sublayer (ops.hyper_connection), with the sublayer's input norm folded in."""
@@ -29,9 +33,9 @@ class HyperConnection(nn.Module):
         self.register_buffer("scale", source.float32(f"{name}_scale", (3,)))
         self.register_buffer("norm", source.float32(f"{norm}.weight", (config.hidden_size,)))
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [T, N, H] -> the sublayer's input [T, H], and post [T, N], comb [T, N, N] for `ops.hc_post`."""
-        return ops.hc_pre(streams, self.fn, self.base, self.scale, self.norm, self.eps, self.hc_eps, self.iterations)
+    def forward(self, residual: Residual) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mix the sublayer before in -> the streams [T, N, H], this sublayer's input [T, H], and post, comb for it."""
+        return ops.hc_mix(*residual, self.fn, self.base, self.scale, self.norm, self.eps, self.hc_eps, self.iterations)
 
 
 class Block(nn.Module):
@@ -44,36 +48,39 @@ class Block(nn.Module):
         self.hc_ffn = HyperConnection(config, source, "hc_ffn", "ffn_norm")
         self.ffn = MoE(config, layer, source.at("ffn"))
 
-    def forward(self, streams: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache) -> Tensor:
-        """streams [T, N, H] -> the same; the layer's cache advances."""
-        post, comb, *projected = self._before(streams, positions)
-        self.attn.append(projected, positions, slots, cache)
-        after = self._after(streams, post, comb, projected, tokens, positions, slots, cache)
-        self.attn.write(projected, positions, slots, cache)
-        return after
+    def forward(
+        self, residual: Residual, tokens: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache, decode: bool
+    ) -> Residual:
+        """The residual after this layer; the layer's cache advances."""
+        streams, post, comb, *projected = self._before(*residual)
+        advanced = self.attn.advance(projected, positions, slots, cache, decode)
+        residual = self._after(advanced, streams, post, comb, tokens, positions, slots, cache)
+        if not decode:
+            self.attn.write(advanced, positions, slots, cache)
+        return residual
 
     # A region is compiled once for all layers that look alike, so 61 layers do not cost 61 compilations. It may not
     # change its inputs, which is why the cache is written between the two.
     @torch.compiler.nested_compile_region
-    def _before(self, streams: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        x, post, comb = self.hc_attn(streams)
-        return post, comb, *self.attn.project(x, positions)
+    def _before(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> tuple[Tensor, ...]:
+        streams, x, post, comb = self.hc_attn((y, streams, post, comb))
+        return streams, post, comb, *self.attn.project(x)
 
     @torch.compiler.nested_compile_region
     def _after(
         self,
+        advanced: tuple[Tensor, ...],
         streams: Tensor,
         post: Tensor,
         comb: Tensor,
-        projected: list[Tensor],
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
         cache: LayerCache,
-    ) -> Tensor:
-        streams = ops.hc_post(self.attn.attend(projected, positions, slots, cache), streams, post, comb)
-        x, post, comb = self.hc_ffn(streams)
-        return ops.hc_post(self.ffn(x, tokens, slots), streams, post, comb)
+    ) -> Residual:
+        y = self.attn.attend(advanced, positions, slots, cache)
+        streams, x, post, comb = self.hc_ffn((y, streams, post, comb))
+        return self.ffn(x, tokens, slots), streams, post, comb
 
 
 class Transformer(nn.Module):
@@ -92,14 +99,22 @@ class Transformer(nn.Module):
         self.register_buffer("norm", source.float32("norm.weight", (hidden,)))
         self.head = source.linear("head", config.vocab_size, hidden)
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: Cache) -> Tensor:
-        """-> [T, H]: the final normalised hidden state, what `logits` takes. The cache advances by this batch."""
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: Cache, decode: bool = False) -> Tensor:
+        """-> [T, H]: the final normalised hidden state, what `logits` takes. The cache advances by this batch.
+
+        `decode` promises that no slot has more than one token in the batch; the caches are then written in one launch."""
         config = self.config
-        streams = self.embed[tokens][:, None].expand(-1, config.hc_mult, -1).contiguous()
+        count, n = len(tokens), config.hc_mult
+        streams = self.embed[tokens][:, None].expand(-1, n, -1).contiguous()
+        # Mixing nothing in leaves the streams as they are, so the first sublayer is like the others.
+        y = torch.zeros_like(streams[:, 0])
+        post = torch.zeros((count, n), device=streams.device)
+        comb = torch.eye(n, device=streams.device).expand(count, -1, -1).contiguous()
+        residual = y, streams, post, comb
         for block, state in zip(self.layers, cache.layers, strict=True):
-            streams = block(streams, tokens, positions, slots, state)
-        return ops.hc_head(
-            streams,
+            residual = block(residual, tokens, positions, slots, state, decode)
+        return ops.hc_mix_head(
+            *residual,
             self.hc_head_fn,
             self.hc_head_base,
             self.hc_head_scale,

@@ -23,11 +23,10 @@ TILE = 64  # tokens attended at a time, to bound the gathered keys
 
 
 class Shape(NamedTuple):
-    """How the kernel divides its work, see kernels/attend.cu. A block has 16 * mh * wh heads and wh * wd + 4 warps."""
+    """How the kernel divides its work, see kernels/attend.cu. A block has 8 * nh heads and wd + 4 warps."""
 
     dim: int
-    mh: int  # tiles of 16 heads a warp
-    wh: int  # warps over heads
+    nh: int  # tiles of 8 heads a block
     wd: int  # warps over dim
     kt: int  # keys a tile
     stages: int  # tiles in flight
@@ -35,31 +34,35 @@ class Shape(NamedTuple):
 
     @property
     def heads(self) -> int:
-        return 16 * self.mh * self.wh
+        return 8 * self.nh
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory; the kernel asserts that they suffice."""
-        heads, row = self.heads, 2 * self.dim + 16
-        keys = max((heads + self.stages * self.kt) * row, heads * (self.dim + 8) * 4)
-        sums = self.wd * heads * (self.kt + 8) * 4 + heads * (self.kt + 8) * 2
-        small = heads * 8 + self.cluster * heads * 8 + self.dim * 4 + 32 * self.kt + self.stages * 32 + 8
-        return -(-(keys + sums + small) // 128) * 128
+        heads, keys = self.heads, self.stages * self.kt
+        logits = self.wd * heads * (self.kt + 4) * 4
+        sums = self.cluster * -(-self.dim // (16 * self.cluster)) * self.nh * 512  # in the logits' place
+        small = heads * (self.kt + 8) * 2 + self.cluster * heads * 8 + self.dim * 4 + heads * 8 + keys * 4
+        return -(-(keys * (2 * self.dim + 16) + max(logits, sums) + small + 8 + keys) // 128) * 128
 
     @property
     def defines(self) -> tuple[str, ...]:
-        names = ("DIM", "MH", "WH", "WD", "KT", "STAGES", "CLUSTER")
+        names = ("DIM", "NH", "WD", "KT", "STAGES", "CLUSTER")
         return (*(f"{name}={value}" for name, value in zip(names, self, strict=True)), f"SHARED={self.shared}")
 
 
-def shape_for(tokens: int, heads: int, dim: int) -> Shape:
+def shape_for(tokens: int, heads: int, dim: int, keys: int = 0) -> Shape:
     """The division for a batch: enough blocks to fill the GPU when there are few tokens, fewer reads of each key when
-    there are many. ValueError if the kernel cannot take `dim`."""
+    there are many; the next tile on its way where a token can have many `keys`. ValueError if the kernel cannot take
+    `dim`."""
     require("attend", dim % 16 == 0 and 16 <= dim <= 512, f"head dim {dim}, the kernel takes multiples of 16 up to 512")
     wd = next(n for n in (8, 4, 2, 1) if dim % (16 * n) == 0)
-    work = tokens * -(-heads // 16)
-    cluster = 16 if work <= 8 else 8 if work <= 32 else 4 if work <= 128 else 2 if work <= 512 else 1
-    return Shape(dim, 1, 1, wd, 64, 2, cluster)
+    work = tokens * -(-heads // 8)
+    if work <= 16:
+        return Shape(dim, 1, wd, 48, 2, 8) if keys > 2048 else Shape(dim, 1, wd, 80, 1, 8)
+    if work <= 128:
+        return Shape(dim, 4, wd, 64, 2, 4)
+    return Shape(dim, 4, wd, 64, 2, 2 if work <= 512 else 1)
 
 
 def attend_cuda(
@@ -74,7 +77,7 @@ def attend_cuda(
     slots,
     rate,
     shape: Shape | None = None,
-    pdl: bool = False,
+    pdl: bool = True,
 ):
     """The kernel for bfloat16. float32 runs the reference: it is the precision of the oracle, not of inference."""
     if q.dtype == torch.float32:
@@ -88,7 +91,8 @@ def attend_cuda(
         require_tensors("attend", torch.int32, indices=indices)
     tokens, heads, dim = q.shape
     if shape is None:
-        shape = shape_for(tokens, heads, dim)
+        blocks = entries.shape[1] if entries is not None else 0
+        shape = shape_for(tokens, heads, dim, ring.shape[1] + (blocks if indices is None else indices.shape[1]))
     widths = [kv.shape[1], ring.shape[2]] + ([entries.shape[2]] if entries is not None else [])
     require("attend", all(width == dim for width in widths), f"widths of keys {widths}, those of q are {dim}")
     require("attend", sinks.shape == (heads,), f"sinks {tuple(sinks.shape)} for {heads} heads")
@@ -101,7 +105,7 @@ def attend_cuda(
     kernel = limits.raised(build.kernel("attend.cu", "attend", *shape.defines), shape.shared, shape.cluster)
     kernel(
         tokens * -(-heads // shape.heads),
-        32 * (shape.wh * shape.wd + 4),
+        32 * (shape.wd + 4),
         q,
         kv,
         ring,
@@ -112,6 +116,7 @@ def attend_cuda(
         positions,
         slots,
         out,
+        tokens,
         heads,
         ring.shape[1],
         entries.shape[1] if entries is not None else 0,

@@ -22,7 +22,7 @@ from dsv4.ops.kernels.checks import require, require_tensors
 from dsv4.ops.rope import rms_norm, rope_angles, rotate
 from dsv4.ops.rows import history, write_ring_, write_rows_
 
-_THREADS = 512  # of a block, as far as there are rows to pool
+THREADS = 256  # of a block
 
 SCHEMA = (
     "compress(Tensor c, Tensor z, Tensor ape, Tensor norm_weight, Tensor inv_freq, Tensor positions, Tensor slots, "
@@ -34,28 +34,42 @@ def _fake(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, en
     return None
 
 
+def parts_of(dim: int, overlap: bool) -> int:
+    """How many blocks share the channels of a token: many where a block of tokens is long. ValueError for other widths."""
+    parts = 8 if not overlap and dim % 32 == 0 else 1
+    require("compress", dim % 4 == 0 and dim // parts <= 2 * THREADS, f"entries must be a multiple of 4, found {dim}")
+    return parts
+
+
+def check_compressor(op_name, ape, norm, inv_freq, c_ring, z_ring, entries, rate):
+    """What the kernels require of a compressor's weights and state. Returns whether its blocks overlap."""
+    (slots, _, dim), width = entries.shape, ape.shape[1]
+    require(op_name, width in (dim, 2 * dim), f"ape must be {dim} or {2 * dim} wide, found {width}")
+    overlap = width == 2 * dim
+    require_tensors(op_name, torch.bfloat16, entries=entries)
+    require_tensors(op_name, torch.float32, ape=ape, norm=norm, inv_freq=inv_freq, c_ring=c_ring, z_ring=z_ring)
+    shape = (slots, rate * (1 + overlap), width)
+    for name, ring in (("c_ring", c_ring), ("z_ring", z_ring)):
+        require(op_name, ring.shape == shape, f"{name} must be {shape}, found {tuple(ring.shape)}")
+    return overlap
+
+
 def _cuda(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps):
     if entries.dtype == torch.float32:
         return compress_ref(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps)
-    (tokens, width), (_, capacity, dim) = c.shape, entries.shape
-    c, z, overlap, rope = c.contiguous(), z.contiguous(), width == 2 * dim, 2 * inv_freq.shape[0]
-    depth = 2 * rate if overlap else rate
-    require_tensors("compress", torch.bfloat16, entries=entries)
-    weights = {"ape": ape, "norm_weight": norm_weight, "inv_freq": inv_freq}
-    require_tensors("compress", torch.float32, c=c, z=z, c_ring=c_ring, z_ring=z_ring, **weights)
+    c, z, tokens, (_, capacity, dim) = c.contiguous(), z.contiguous(), c.shape[0], entries.shape
+    require_tensors("compress", torch.float32, c=c, z=z)
     require_tensors("compress", torch.int64, positions=positions, slots=slots)
-    require("compress", dim % 4 == 0 and dim <= 2048, f"entries must be a multiple of 4 up to 2048 wide, found {dim}")
-    require("compress", width in (dim, 2 * dim), f"c must be {dim} or {2 * dim} wide, found {width}")
-    shape = (entries.shape[0], depth, width)
-    for name, ring in (("c_ring", c_ring), ("z_ring", z_ring)):
-        require("compress", ring.shape == shape, f"{name} must be {shape}, found {tuple(ring.shape)}")
+    require("compress", c.shape == z.shape == (tokens, ape.shape[1]), f"c and z must be {ape.shape[1]} wide")
+    overlap = check_compressor("compress", ape, norm_weight, inv_freq, c_ring, z_ring, entries, rate)
     if tokens:
-        quads = dim // 4
-        threads = max(64, 32 * -(-quads * min(depth, max(1, _THREADS // quads)) // 32))
-        sizes = f"DIM={dim}", f"OVERLAP={int(overlap)}", f"RATE={rate}", f"ROPE={rope}", f"THREADS={threads}"
+        parts = parts_of(dim, overlap)
+        sizes = f"DIM={dim}", f"OVERLAP={int(overlap)}", f"RATE={rate}", f"ROPE={2 * inv_freq.shape[0]}"
+        launch = kernel("compress.cu", "compress", *sizes, f"PARTS={parts}", f"THREADS={THREADS}")
         state = c_ring, z_ring, entries, tokens, capacity, eps
-        launch = kernel("compress.cu", "compress", *sizes)
-        launch(tokens, threads, c, z, ape, norm_weight, inv_freq, positions, slots, *state, pdl=True)
+        weights = ape, norm_weight, inv_freq
+        cluster = parts if parts > 1 else None
+        launch(tokens, THREADS, c, z, *weights, positions, slots, *state, cluster=cluster, pdl=True)
 
 
 @op(SCHEMA, fake=_fake, cuda=_cuda)

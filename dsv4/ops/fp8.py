@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
-from dsv4.ops.kernels import stream
+from dsv4.ops.kernels import linear as kernels
+from dsv4.ops.kernels.stream import FP8, check_weight
+from dsv4.ops.rope import rms_norm
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -50,58 +52,65 @@ def dequantize_fp8_block(weight: Tensor, scale: Tensor, dtype: torch.dtype = tor
     return _unblock(_blocks(weight.float()) * scale[:, None, :, None], weight.shape).to(dtype)
 
 
+def divided(value: Tensor, number: float) -> Tensor:
+    """value / number, rounded once on every device: by a Python number CUDA multiplies with its rounded reciprocal."""
+    return value / torch.full_like(value, number)
+
+
 def quantize_fp8_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise [N, K] to (float8_e4m3fn [N, K], float8_e8m0fnu [ceil(N/128), ceil(K/128)]): the smallest power-of-two
     scale that keeps each block within +-448."""
     blocks = _blocks(weight.float())
     amax = blocks.abs().amax((1, 3))
-    exponent = torch.ceil(torch.log2(amax.clamp(min=1e-12) / E4M3_MAX)).clamp(-127, 127)
+    mantissa, exponent = torch.frexp(divided(amax.clamp(min=1e-12), E4M3_MAX))  # mantissa from 0.5, which is a power of two
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127).float()
     scale = torch.exp2(exponent)
     quantised = _unblock((blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX), weight.shape)
     return quantised.to(torch.float8_e4m3fn), encode_e8m0(scale)
 
 
-def _linear_fake(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
+def _linear_fake(
+    x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
     batch = x.shape[:-1] if groups == 1 else x.shape[:-2]
     return x.new_empty((*batch, weight.shape[0]))
 
 
-def _linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
+def _linear_cuda(
+    x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
     """bf16: the streaming kernel up to 64 tokens, else the weight in bf16 and a matmul. float32: the reference, the
     oracle's precision."""
     if x.dtype == torch.float32:
-        return linear_fp8_block_ref(x, weight, scale, groups)
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"linear_fp8_block: x has dtype {x.dtype}, expected bfloat16 or float32")
+        return linear_fp8_block_ref(x, weight, scale, groups, norm, eps)
     n, k = weight.shape[0], x.shape[-1]
-    form = stream.FORMATS[stream.FP8]
-    form.check(k, "linear_fp8_block")
-    if n % groups or (groups > 1 and x.shape[-2] != groups):
-        raise ValueError(f"linear_fp8_block: {groups} groups do not fit x {tuple(x.shape)} and {n} rows")
-    blocks = -(-n // BLOCK), -(-k // BLOCK)
-    stream.check_weight("linear_fp8_block weight", weight, torch.float8_e4m3fn, (n, k), x.device)
-    stream.check_weight("linear_fp8_block scale", scale, torch.float32, blocks, x.device)
-    rows = stream.rows_of(x, groups * k)
-    shape = (*(x.shape[:-1] if groups == 1 else x.shape[:-2]), n)
-    if len(rows) <= stream.MAX_TOKENS:
-        y = torch.empty((len(rows), n), dtype=x.dtype, device=x.device)
-        if len(rows):
-            stream.run_linear(stream.FP8, rows, weight, scale, None, y, groups)
-        return y.view(shape)
-    plain = stream.dequantize(stream.FP8, weight, scale, n, k)
-    if groups == 1:
-        return (rows @ plain.T).view(shape)
-    y = torch.bmm(rows.view(-1, groups, k).transpose(0, 1), plain.view(groups, n // groups, k).transpose(1, 2))
-    return y.transpose(0, 1).reshape(shape)
+    kernels.check_linear("linear_fp8_block", FP8, x, n, groups, norm)
+    check_fp8_block("linear_fp8_block", weight, scale, k, x.device)
+    if x.numel() // (groups * k) <= kernels.MAX_TOKENS:
+        return kernels.linear(FP8, x, weight, scale, None, groups, norm, eps)
+    x = x if norm is None else rms_norm(x, norm, eps).to(x.dtype)
+    return kernels.grouped_matmul(x, kernels.dequantize(FP8, weight, scale, n, k), groups)
+
+
+def check_fp8_block(op_name: str, weight: Tensor, scale: Tensor, k: int, device: torch.device) -> None:
+    """ValueError unless the kernels can read the weight [N, k] and its scale."""
+    n = weight.shape[0]
+    check_weight(f"{op_name} weight", weight, torch.float8_e4m3fn, (n, k), device)
+    check_weight(f"{op_name} scale", scale, torch.float32, (-(-n // BLOCK), -(-k // BLOCK)), device)
 
 
 @op(
-    "linear_fp8_block(Tensor x, Tensor weight, Tensor scale, int groups=1) -> Tensor",
+    "linear_fp8_block(Tensor x, Tensor weight, Tensor scale, int groups=1, Tensor? norm=None, float eps=0.0) -> Tensor",
     fake=_linear_fake,
     cuda=_linear_cuda,
 )
-def linear_fp8_block_ref(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
-    """y = x W^T in float32, rounded once; with groups, y[g] = x[g] W[g]^T and the y[g] stand side by side."""
+def linear_fp8_block_ref(
+    x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """y = x W^T in float32, rounded once; with groups, y[g] = x[g] W[g]^T and the y[g] stand side by side. A normalised x
+    is rounded to its dtype first."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps).to(x.dtype)
     weight = dequantize_fp8_block(weight, scale)
     if groups == 1:
         return torch.nn.functional.linear(x.float(), weight).to(x.dtype)
@@ -109,7 +118,11 @@ def linear_fp8_block_ref(x: Tensor, weight: Tensor, scale: Tensor, groups: int =
     return y.flatten(-2).to(x.dtype)
 
 
-def linear_fp8_block(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
+def linear_fp8_block(
+    x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
     """Weight-only FP8-block linear: x [..., K] (with groups > 1: [..., G, K]) bf16 or float32; weight float8_e4m3fn
-    [N, K] (rows of group g are g*N/G ..); scale float32 [ceil(N/128), ceil(K/128)]. Returns [..., N] in x's dtype."""
-    return torch.ops.dsv4.linear_fp8_block(x, weight, scale, groups)
+    [N, K] (rows of group g are g*N/G ..); scale float32 [ceil(N/128), ceil(K/128)]. Returns [..., N] in x's dtype.
+
+    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch."""
+    return torch.ops.dsv4.linear_fp8_block(x, weight, scale, groups, norm, eps)

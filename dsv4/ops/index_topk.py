@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4.ops._register import op
 from dsv4.ops.kernels import build, limits
 from dsv4.ops.kernels.checks import require, require_tensors
+from dsv4.ops.kernels.stream import processors
 
 TILE = 64  # tokens scored at a time, to bound the gathered keys
 
@@ -21,8 +22,9 @@ def _fake(q, weights, keys, positions, slots, rate, topk):
     return q.new_empty((q.shape[0], min(topk, keys.shape[1])), dtype=torch.int32)
 
 
-LOCAL = 8192  # up to this many visible blocks the cluster that selects them also scores them
+LOCAL = 4096  # up to this many visible blocks the cluster that selects them also scores them
 SCORES = 2**26  # scores kept at a time, when they are kept
+MAXIMA = 1024  # and steps of 32 of them whose largest are kept, or up to twice as many
 WARPS, SCORE_WARPS = 16, 8  # of a block of index_select and index_score
 
 
@@ -35,20 +37,18 @@ class Shape(NamedTuple):
     split: int  # warps that share the heads of a key
     cluster: int  # blocks of the GPU that share a token
     capacity: int  # index blocks that a sequence can have
+    local: int
 
     @property
     def slice(self) -> int:
         return -(-self.capacity // (16 * self.cluster)) * 16
 
     @property
-    def local(self) -> int:
-        return min(LOCAL, self.capacity)
-
-    @property
     def shared(self) -> int:
         """Bytes of shared memory; the kernel asserts that they suffice."""
-        handed_on = self.cluster * min(self.slice, self.topk) * 8 if self.cluster > 1 else 0
-        return 10464 + 4 * self.slice + handed_on + self.split * (-(-self.local // self.cluster) + 16) * 4 + 16
+        own = -(-self.local // (16 * self.cluster)) * 16
+        scored_here = own * 8 + self.split * (own + 16) * 4
+        return 12512 + self.cluster * (min(self.slice, self.topk) + 1) * 8 + 16 + max(scored_here, WARPS * 128 * 8)
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -63,15 +63,17 @@ def shape_for(tokens: int, heads: int, dim: int, capacity: int, topk: int) -> Sh
     require(what, dim % 32 == 0 and 32 <= dim <= 128, f"head dim {dim}, the kernel takes multiples of 32 up to 128")
     require(what, heads <= 64, f"{heads} heads, the kernel takes at most 64")
     split = 4 if heads > 16 else 2 if heads > 8 else 1
-    wanted = 16 if tokens <= 8 else 8 if tokens <= 16 else 4 if tokens <= 64 else 2
-    for cluster in (2, 4, 8, 16):
-        shape = Shape(heads, dim, topk, split, cluster, capacity)
-        if cluster >= wanted and shape.shared <= limits.SHARED_BYTES:
+    wanted = 16 if tokens == 1 else 8 if tokens <= 16 else 4 if tokens <= 24 else 2
+    if capacity > LOCAL:
+        wanted = max(wanted, 8)
+    for cluster in (wanted, *(n for n in (8, 4, 2) if n < wanted)):
+        shape = Shape(heads, dim, topk, split, cluster, capacity, min(LOCAL, capacity))
+        if shape.shared <= limits.SHARED_BYTES:
             return shape
     raise ValueError(f"index_topk: {capacity} blocks with topk {topk} need more shared memory than a block can have")
 
 
-def index_topk_cuda(q, weights, keys, positions, slots, rate, topk, shape: Shape | None = None, pdl: bool = False):
+def index_topk_cuda(q, weights, keys, positions, slots, rate, topk, shape: Shape | None = None, pdl: bool = True):
     """The kernel for bfloat16. float32 runs the reference: it is the precision of the oracle, not of inference."""
     if q.dtype == torch.float32:
         return index_topk_ref(q, weights, keys, positions, slots, rate, topk)
@@ -88,26 +90,33 @@ def index_topk_cuda(q, weights, keys, positions, slots, rate, topk, shape: Shape
     if shape is None:
         shape = shape_for(tokens, heads, dim, capacity, topk)
     select = limits.raised(build.kernel("index.cu", "index_select", *shape.defines), shape.shared, shape.cluster)
-    step = tokens if capacity <= shape.local else max(1, SCORES // capacity)
+    pitch = -(-capacity // 4) * 4
+    step = tokens if capacity <= shape.local else max(1, SCORES // pitch)
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         count = rows.stop - start
         batch = (q[rows], weights[rows], keys, positions[rows], slots[rows])
-        scores = None
+        scores = maxima = None
+        across = min(-(-capacity // (32 * SCORE_WARPS)), max(1, processors(q.device.index) // count))
+        sets = -(-MAXIMA // (across * SCORE_WARPS))
         if capacity > shape.local:
-            scores = torch.empty((count, capacity), dtype=torch.int32, device=q.device)
-            across = min(-(-capacity // (32 * SCORE_WARPS)), max(1, 264 // count))
+            scores = torch.empty((count, pitch), dtype=torch.int32, device=q.device)
+            maxima = torch.empty((count, sets * across * SCORE_WARPS * 4), dtype=torch.int32, device=q.device)
             build.kernel("index.cu", "index_score", *shape.defines)(
-                (across, count), 32 * SCORE_WARPS, *batch, scores, rate, capacity, pdl=pdl
+                (across, count), 32 * SCORE_WARPS, *batch, scores, maxima, rate, capacity, pitch, sets, pdl=pdl
             )
         select(
             count,
             32 * WARPS,
             *batch,
             scores,
+            maxima,
             picks[rows],
             rate,
             capacity,
+            pitch,
+            across * SCORE_WARPS,
+            sets,
             shared=shape.shared,
             cluster=shape.cluster,
             pdl=pdl,

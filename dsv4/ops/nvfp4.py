@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
-from dsv4.ops.kernels import stream
+from dsv4.ops.fp8 import divided
+from dsv4.ops.kernels import linear as kernels
+from dsv4.ops.kernels.stream import FP4, check_weight
+from dsv4.ops.rope import rms_norm
 
 GROUP = 16
 E2M1_MAX = 6.0
@@ -66,54 +69,117 @@ def quantize_nvfp4(weight: Tensor, scale_2: Tensor | None = None) -> tuple[Tenso
     groups = weight.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1)
     if scale_2 is None:
-        scale_2 = amax.max() / (E2M1_MAX * E4M3_MAX)
+        scale_2 = divided(amax.max(), E2M1_MAX * E4M3_MAX)
         scale_2 = torch.where(scale_2 > 0, scale_2, torch.ones_like(scale_2))
-    scale = (amax / E2M1_MAX / scale_2).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = (divided(amax, E2M1_MAX) / scale_2).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     step = (scale.float() * scale_2).unsqueeze(-1)
     # A scale that rounds to 0 holds only values below half of the smallest step: all its codes are 0.
     codes = encode_e2m1(torch.where(step > 0, groups / step, torch.zeros_like(groups)))
     return pack_nibbles(codes.flatten(-2)), scale, scale_2.float()
 
 
-def _linear_fake(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def through_nvfp4(x: Tensor) -> Tensor:
+    """x [..., K] as a W4A4 product sees it: quantised by the op `quantize_nvfp4` and dequantised. Same shape and dtype;
+    float32 holds the values to an ulp, bf16 rounds them once more, by 2^-9 at most."""
+    return dequantize_nvfp4(*torch.ops.dsv4.quantize_nvfp4(x), x.dtype)
 
 
-def _linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
+def _linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    scale_2: Tensor,
+    activation: str | None = None,
+    groups: int = 1,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    out_fp32: bool = False,
+) -> Tensor:
+    batch = x.shape[:-1] if groups == 1 else x.shape[:-2]
+    return x.new_empty((*batch, weight.shape[0]), dtype=torch.float32 if out_fp32 else x.dtype)
+
+
+def _prepared(x: Tensor, activation: str | None, norm: Tensor | None, eps: float) -> Tensor:
+    """What meets the weight: x after the norm, rounded to its dtype, and after the emulated quantisation."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps).to(x.dtype)
+    return x if activation is None else through_nvfp4(x)
+
+
+def _linear_cuda(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    scale_2: Tensor,
+    activation: str | None = None,
+    groups: int = 1,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    out_fp32: bool = False,
+) -> Tensor:
     """bf16: the streaming kernel up to 64 tokens, else the weight in bf16 and a matmul. float32: the reference, the
     oracle's precision."""
     if x.dtype == torch.float32:
-        return linear_nvfp4_ref(x, weight, scale, scale_2)
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"linear_nvfp4: x has dtype {x.dtype}, expected bfloat16 or float32")
+        return linear_nvfp4_ref(x, weight, scale, scale_2, activation, groups, norm, eps, out_fp32)
     n, k = weight.shape[0], x.shape[-1]
-    stream.FORMATS[stream.FP4].check(k, "linear_nvfp4")
-    stream.check_weight("linear_nvfp4 weight", weight, torch.uint8, (n, k // 2), x.device)
-    stream.check_weight("linear_nvfp4 scale", scale, torch.float8_e4m3fn, (n, k // GROUP), x.device)
-    if scale_2.dtype != torch.float32 or scale_2.numel() != 1 or scale_2.device != x.device:
-        raise ValueError(f"linear_nvfp4 scale_2: found {scale_2.dtype} {tuple(scale_2.shape)} on {scale_2.device}")
-    rows = stream.rows_of(x, k)
-    if len(rows) <= stream.MAX_TOKENS:
-        y = torch.empty((len(rows), n), dtype=x.dtype, device=x.device)
-        if len(rows):
-            stream.run_linear(stream.FP4, rows, weight, scale, scale_2, y)
-    else:
-        plain = stream.dequantize(stream.FP4, weight, scale, n, k)
-        y = (torch.mm(rows, plain.T, out_dtype=torch.float32) * scale_2).to(x.dtype)
-    return y.view(*x.shape[:-1], n)
+    kernels.check_linear("linear_nvfp4", FP4, x, n, groups, norm)
+    check_weight("linear_nvfp4 weight", weight, torch.uint8, (n, k // 2), x.device)
+    check_weight("linear_nvfp4 scale", scale, torch.float8_e4m3fn, (n, k // GROUP), x.device)
+    check_weight("linear_nvfp4 scale_2", scale_2, torch.float32, (n,) if scale_2.dim() else (), x.device)
+    few = x.numel() // (groups * k) <= kernels.MAX_TOKENS
+    if activation is not None or not few:
+        x, norm = _prepared(x, activation, norm, eps), None
+    if few:
+        dtype = torch.float32 if out_fp32 else x.dtype
+        return kernels.linear(FP4, x, weight, scale, scale_2, groups, norm, eps, dtype)
+    y = kernels.grouped_matmul(x, kernels.dequantize(FP4, weight, scale, n, k), groups, torch.float32) * scale_2
+    return y if out_fp32 else y.to(x.dtype)
 
 
 @op(
-    "linear_nvfp4(Tensor x, Tensor weight, Tensor scale, Tensor scale_2) -> Tensor",
+    "linear_nvfp4(Tensor x, Tensor weight, Tensor scale, Tensor scale_2, str? activation=None, int groups=1, "
+    "Tensor? norm=None, float eps=0.0, bool out_fp32=False) -> Tensor",
     fake=_linear_fake,
     cuda=_linear_cuda,
 )
-def linear_nvfp4_ref(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
-    """y = x W^T in float32, rounded once to x's dtype."""
-    return torch.nn.functional.linear(x.float(), dequantize_nvfp4(weight, scale, scale_2)).to(x.dtype)
+def linear_nvfp4_ref(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    scale_2: Tensor,
+    activation: str | None = None,
+    groups: int = 1,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    out_fp32: bool = False,
+) -> Tensor:
+    """y = x W^T in float32, rounded once to x's dtype unless `out_fp32`; groups as in linear_fp8_block."""
+    rows = _prepared(x, activation, norm, eps).float()
+    weight = dequantize_nvfp4(weight, scale, scale_2.unsqueeze(-1))
+    if groups == 1:
+        y = torch.nn.functional.linear(rows, weight)
+    else:
+        y = torch.einsum("...gk,gnk->...gn", rows, weight.unflatten(0, (groups, -1))).flatten(-2)
+    return y if out_fp32 else y.to(x.dtype)
 
 
-def linear_nvfp4(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
-    """Weight-only NVFP4 linear: x [..., K] bf16 or float32; weight uint8 [N, K/2]; scale float8_e4m3fn [N, K/16];
-    scale_2 float32 []. Returns [..., N] in x's dtype, accumulated in float32."""
-    return torch.ops.dsv4.linear_nvfp4(x, weight, scale, scale_2)
+def linear_nvfp4(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    scale_2: Tensor,
+    activation: str | None = None,
+    groups: int = 1,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    out_fp32: bool = False,
+) -> Tensor:
+    """Weight-only NVFP4 linear: x [..., K] (with groups > 1: [..., G, K]) bf16 or float32; weight uint8 [N, K/2] (rows of
+    group g are g*N/G ..); scale float8_e4m3fn [N, K/16]; scale_2 float32 [], or [N] with a value for each row. Returns
+    [..., N] in x's dtype, with `out_fp32` in float32.
+
+    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch. activation="nvfp4"
+    emulates a W4A4 kernel: what meets the weight goes through NVFP4 (`through_nvfp4`)."""
+    if activation not in (None, "nvfp4"):
+        raise ValueError(f'linear_nvfp4: activation must be None or "nvfp4", found {activation!r}')
+    return torch.ops.dsv4.linear_nvfp4(x, weight, scale, scale_2, activation, groups, norm, eps, out_fp32)

@@ -5,7 +5,7 @@
     weight_e = scale * s_e / sum of s over the picked
 Tokens without a slot get expert -1, which `moe` reads as none, so padding costs no expert weights.
 
-On CUDA bf16 activations run kernels/route.cu; float32 ones, the oracle's precision, run the references.
+On CUDA bf16 activations and gates run kernels/route.cu; float32, the oracle's precision, runs the references.
 """
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4.ops._register import op
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.checks import require, require_tensors
+from dsv4.ops.kernels.limits import raised
 
 
 def _weights(scores: Tensor, experts: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -31,67 +32,73 @@ def _outputs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return x.new_empty((x.shape[0], k), dtype=torch.int32), x.new_empty((x.shape[0], k), dtype=torch.float32)
 
 
-_GROUPS = 4, 16  # tokens whose selection one block does: up to 8 tokens, beyond
-_SETS = 2  # experts a block
-_SMALL = 64  # tokens up to which the gate is read by route_topk, beyond by a matrix product
+_CLUSTERS = 8  # up to which route_topk reads the gate itself; beyond, a matrix product
+_THREADS, _TOKENS = 512, 8  # a block, a cluster
 
 
-def _defines(op_name: str, x: Tensor, gate: Tensor, slots: Tensor, k: int) -> tuple[str, ...]:
+def _check(op_name: str, x: Tensor, gate: Tensor, slots: Tensor, k: int) -> None:
     hidden, experts = x.shape[1], gate.shape[0]
-    require_tensors(op_name, torch.bfloat16, x=x)
-    require(op_name, gate.dtype in (torch.bfloat16, torch.float32), f"gate must be bf16 or float32, found {gate.dtype}")
-    require_tensors(op_name, gate.dtype, gate=gate)
+    require_tensors(op_name, torch.bfloat16, x=x, gate=gate)
     require_tensors(op_name, torch.int64, slots=slots)
     require(op_name, hidden % 8 == 0 and hidden <= 16384, f"hidden must be a multiple of 8 up to 16384, found {hidden}")
     require(op_name, gate.shape[1] == hidden, f"gate must be {hidden} wide, found {gate.shape[1]}")
     require(op_name, experts <= 1024, f"at most 1024 experts, found {experts}")
     most = min(8, experts)
     require(op_name, 1 <= k <= most, f"1 to {most} experts a token, found {k}")
-    return f"H={hidden}", f"E={experts}", f"TOP={k}", f"GATE_FLOAT={int(gate.dtype == torch.float32)}"
 
 
-def _split(hidden: int) -> int:
-    """Warps that share a row, so that a lane holds at most 32 of its weights (from 8192 channels on, more)."""
-    return max(1, min(8, -(-hidden // 1024)))
+def topk_plan(hidden: int, experts: int) -> tuple[int, int, int]:
+    """Blocks a cluster, clusters that share the experts, and quads of the gate that a thread has in shared memory."""
+    cluster, spread = min(16, 1 << (-(-experts // 16) - 1).bit_length()), 1
+
+    def quads() -> int:
+        a_block = -(-experts // (cluster * spread))
+        return -(-hidden // 512) * -(-a_block // 8)
+
+    while quads() > 16 and cluster * spread * 8 < experts:
+        spread += 1
+    return cluster, spread, max(0, min(quads() - 4, 24))
+
+
+def hash_split(hidden: int) -> int:
+    """Warps that share a row, so that a lane holds at most 32 of its weights (from 4096 channels on, more)."""
+    return max(1, min(4, -(-hidden // 1024)))
 
 
 def _route_topk_cuda(x, gate, bias, slots, k, scale):
-    if x.dtype == torch.float32:
+    if torch.float32 in (x.dtype, gate.dtype):
         return route_topk_ref(x, gate, bias, slots, k, scale)
-    x, tokens, count = x.contiguous(), x.shape[0], gate.shape[0]
-    defines = (
-        *_defines("route_topk", x, gate, slots, k),
-        f"SPLIT={_split(x.shape[1])}",
-        f"SETS={_SETS}",
-        f"BATCH={1 if tokens == 1 else 4}",
-    )
+    x, (tokens, hidden), count = x.contiguous(), x.shape, gate.shape[0]
+    _check("route_topk", x, gate, slots, k)
     require_tensors("route_topk", torch.float32, bias=bias)
     experts, weights = _outputs(x, k)
-    if tokens > _SMALL:
-        if gate.dtype == torch.bfloat16:
-            logits = torch.mm(x, gate.t(), out_dtype=torch.float32)
-        else:
-            logits = torch.mm(x.float(), gate.t())
+    cluster, spread, stored = topk_plan(hidden, count)
+    sizes = f"H={hidden}", f"E={count}", f"TOP={k}"
+    defines = *sizes, f"CLUSTER={cluster}", f"SPREAD={spread}", f"STORED={stored}"
+    clusters = -(-tokens // _TOKENS) * spread
+    if clusters > _CLUSTERS:
+        logits = torch.mm(x, gate.t(), out_dtype=torch.float32)
         launch = kernel("route.cu", "route_select", *defines)
         launch(-(-tokens // 4), 128, logits, bias, slots, tokens, scale, experts, weights, pdl=True)
     elif tokens:
-        scores = bias.new_empty((tokens, count))
-        group = _GROUPS[tokens > 8]
-        grid = -(-count // _SETS), -(-tokens // group)
-        threads = 32 * _SETS * _split(x.shape[1])
-        launch = kernel("route.cu", "route_topk", *defines)
-        launch(grid, threads, x, gate, bias, slots, tokens, group, scale, scores, experts, weights, pdl=True)
+        shared = stored * _THREADS * 16
+        launch = raised(kernel("route.cu", "route_topk", *defines), shared, cluster)
+        all_scores = bias.new_empty(tokens * -(-count // (cluster * spread)) * cluster * spread if spread > 1 else 0)
+        arguments = x, gate, bias, slots, tokens, scale, all_scores, experts, weights
+        launch(clusters, _THREADS, *arguments, shared=shared, cluster=cluster, pdl=True)
     return experts, weights
 
 
 def _route_hash_cuda(x, gate, tid2eid, tokens, slots, scale):
-    if x.dtype == torch.float32:
+    if torch.float32 in (x.dtype, gate.dtype):
         return route_hash_ref(x, gate, tid2eid, tokens, slots, scale)
-    x, k, split = x.contiguous(), tid2eid.shape[1], min(4, _split(x.shape[1]))
-    defines = *_defines("route_hash", x, gate, slots, k), f"SPLIT={split}", f"SETS={k}", "BATCH=1", "HASH=1"
+    x, k, hidden = x.contiguous(), tid2eid.shape[1], x.shape[1]
+    _check("route_hash", x, gate, slots, k)
     require_tensors("route_hash", torch.int64, tid2eid=tid2eid, tokens=tokens)
     experts, weights = _outputs(x, k)
     if x.shape[0]:
+        split = hash_split(hidden)
+        defines = f"H={hidden}", f"E={gate.shape[0]}", f"TOP={k}", "HASH=1", f"SPLIT={split}"
         launch = kernel("route.cu", "route_hash", *defines)
         launch(x.shape[0], 32 * k * split, x, gate, tid2eid, tokens, slots, scale, experts, weights, pdl=True)
     return experts, weights
@@ -123,7 +130,8 @@ def route_hash_ref(
     x: Tensor, gate: Tensor, tid2eid: Tensor, tokens: Tensor, slots: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The equations above: the table picks, the gate weighs."""
-    return _weights(_scores(x, gate), tid2eid[tokens].long(), slots, scale)
+    picks = tid2eid[torch.where(slots >= 0, tokens, 0)].long()  # the id of an inert token may be anything
+    return _weights(_scores(x, gate), picks, slots, scale)
 
 
 def route_hash(

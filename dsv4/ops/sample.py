@@ -76,10 +76,10 @@ def _fake(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, se
     return logits.new_empty(batch, dtype=torch.int64), logits.new_empty(batch, dtype=torch.float32)
 
 
-def _shape(quads: int) -> tuple[int, int]:
-    """Threads a block and blocks a cluster for rows of so many quads of tokens."""
+def shape(rows: int, quads: int) -> tuple[int, int]:
+    """Threads a block and blocks a cluster for rows of so many quads of tokens. Few rows spread over more blocks."""
     threads = 256 if quads <= 1024 else 512
-    return threads, min(8, 1 << (-(-quads // threads) - 1).bit_length())
+    return threads, min(16 if rows <= 8 else 8, 1 << (-(-quads // threads) - 1).bit_length())
 
 
 def _cuda(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions):
@@ -95,14 +95,14 @@ def _cuda(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, se
     token, logprob = _fake(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions)
     if rows:
         quads = -(-vocab // 4)
-        threads, cluster = _shape(quads)
+        threads, cluster = shape(rows, quads)
         scaled = seeds.new_empty((rows, quads, 4), dtype=torch.float32)
         is_float = int(logits.dtype == torch.float32)
         defines = f"V={vocab}", f"THREADS={threads}", f"CLUSTER={cluster}", f"FLOAT_LOGITS={is_float}"
         columns = temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions
         launch = raised(kernel("sample.cu", "sample", *defines), 0, cluster)
         results = scaled, token, logprob
-        launch(rows, threads, logits, seen, *columns, *results, cluster=cluster if cluster > 1 else None, pdl=True)
+        launch(rows, threads, logits, seen, *columns, *results, cluster=cluster, pdl=True)
     return token, logprob
 
 

@@ -140,21 +140,23 @@ def test_one_graph_serves_every_position(draw):
         assert torch.equal(first, out) and torch.equal(first, ops.attend(*args))
 
 
+CHANGES = (
+    *({"cluster": n} for n in (1, 2, 3, 4, 16)),
+    {"kt": 32, "stages": 3},
+    {"kt": 48, "cluster": 16},
+    {"nh": 2, "cluster": 4},
+    {"nh": 2, "kt": 48, "stages": 2, "cluster": 2},
+    {"nh": 4, "kt": 64, "stages": 2, "cluster": 2},
+    {"nh": 4, "wd": 4, "kt": 64, "stages": 2, "cluster": 1},
+    {"wd": 4},
+)
+
+
 def test_shapes_agree(draw):
     """Other divisions of the work than the one chosen."""
     args = inputs(draw, make_batch([(0, 2100, 2101), (1, 700, 702)]), "picks", 64)
     base = shape_for(1, 64, 512)
-    for changes in (
-        {"cluster": 1},
-        {"cluster": 2},
-        {"cluster": 4},
-        {"cluster": 8},
-        {"cluster": 16},
-        {"kt": 32, "stages": 3},
-        {"mh": 2, "kt": 32, "stages": 3, "cluster": 4},
-        {"mh": 2, "wd": 4, "cluster": 8},
-        {"wd": 4},
-    ):
+    for changes in CHANGES:
         poison(*args[0].shape)
         check(args, attend_cuda(*args, shape=base._replace(**changes)))
 

@@ -138,8 +138,31 @@ def test_one_graph_serves_every_position(draw):
 def test_shapes_agree(draw):
     args = inputs(draw, (5000, 700, 100))
     base = shape_for(1, 64, 128, args[2].shape[1], 512)
-    for changes in ({"cluster": 2}, {"cluster": 4}, {"cluster": 8}, {"split": 2}, {"cluster": 1}):
+    for changes in (
+        {"cluster": 2},
+        {"cluster": 4},
+        {"cluster": 8},
+        {"split": 2},
+        {"cluster": 1},
+        {"local": 5003},
+        {"local": 64},
+    ):
         check_same(args, run(args, shape=base._replace(**changes)))
+
+
+def test_best_scores_side_by_side(draw):
+    """The best blocks are neighbours, so a few warps find many times more than others, and scores rise with the block's
+    number: the bound that index_score leaves keeps little away, or nothing."""
+    for visible in (9000, 100_000):
+        args = list(inputs(draw, (visible,), heads=4, dim=32))
+        args[0].fill_(1.0)
+        args[1].fill_(1.0)
+        args[2][0, :visible] = 0.0
+        args[2][0, :visible, 0] = (torch.arange(visible, device="cuda") // 256).bfloat16()
+        check_same(args)
+        args[2][0, :visible, 0] = 1.0
+        args[2][0, 2000:8000, 0] = 2.0
+        check_same(args)
 
 
 def test_float32_runs_the_reference_and_other_shapes_raise(draw):

@@ -197,6 +197,36 @@ def _compress_hca(draw: Draw, dtype: torch.dtype) -> tuple:
     return *inputs, batch.positions, batch.slots, *rings, draw.normal(3, 5, 16, dtype=dtype), 4, 1e-6
 
 
+def _advance_window(draw: Draw, dtype: torch.dtype) -> tuple:
+    batch = _batch()
+    inputs = draw.normal(7, 2 * 16, dtype=dtype), draw.normal(7, 8 + 16, dtype=dtype), draw.normal(16), draw.inv_freq(8)
+    return *inputs, batch.positions, batch.slots, draw.normal(3, 8, 16, dtype=dtype), 2, 1e-6, True
+
+
+def _advance_hca(draw: Draw, dtype: torch.dtype) -> tuple:
+    (q_all, y, *rest), state = _advance_window(draw, dtype)[:7], _compress_hca(draw, dtype)[7:10]
+    return q_all, y, draw.normal(7, 32), *rest, draw.normal(4, 16), draw.normal(16), *state, 2, 4, 1e-6, True
+
+
+def _advance_csa(draw: Draw, dtype: torch.dtype) -> tuple:
+    (_, y, *rest), state = _advance_window(draw, dtype)[:7], _compress(draw, dtype)[7:10]
+    q_all, z = draw.normal(7, 2 * 16 + 4 * 8, dtype=dtype), draw.normal(7, 4 * 16 + 4 * 8 + 4)
+    main = draw.normal(4, 32), draw.normal(16), *state
+    index_rings, index_entries = [draw.normal(3, 8, 16) for _ in range(2)], draw.normal(3, 5, 8, dtype=dtype)
+    index = draw.normal(4, 16), draw.normal(8), *index_rings, index_entries
+    return q_all, y, z, *rest, *main, *index, 2, 4, 4, 1e-6, True
+
+
+def _advance_state(draw: Draw, dtype: torch.dtype) -> tuple:
+    sampled, stop_ids = (draw.integers(0, 12, 3), draw.normal(3), draw.normal(3, 12)), draw.integers(-1, 12, 3, 2)
+    numbers = draw.integers(0, 12, 3), draw.integers(0, 99, 3), draw.integers(-1, 3, 3), draw.integers(1, 3, 3)
+    return *sampled, stop_ids, *numbers, draw.integers(0, 2, 3, 12).bool(), draw.normal(3, 12), torch.full((2, 3), 7)
+
+
+def _without_write(make: Callable[[Draw, torch.dtype], tuple]) -> Callable[[Draw, torch.dtype], tuple]:
+    return lambda draw, dtype: (*make(draw, dtype)[:-1], False)
+
+
 def _index_topk(draw: Draw, dtype: torch.dtype) -> tuple:
     batch = _batch()
     q, keys = draw.normal(7, 4, 16, dtype=dtype), draw.normal(3, 5, 16, dtype=dtype)
@@ -240,6 +270,14 @@ def _hc_head(draw: Draw, dtype: torch.dtype) -> tuple:
     return draw.normal(5, 4, 16, dtype=dtype), *weights, 1e-6, 1e-6
 
 
+def _hc_mix(draw: Draw, dtype: torch.dtype) -> tuple:
+    return *_hc_post(draw, dtype), *_hc_pre(draw, dtype)[1:]
+
+
+def _hc_mix_head(draw: Draw, dtype: torch.dtype) -> tuple:
+    return *_hc_post(draw, dtype), *_hc_head(draw, dtype)[1:]
+
+
 def _linear_fp32(draw: Draw, dtype: torch.dtype) -> tuple:
     return draw.normal(5, 16, dtype=dtype), draw.normal(12, 16, dtype=dtype)
 
@@ -253,8 +291,29 @@ def _linear_fp8_block_grouped(draw: Draw, dtype: torch.dtype) -> tuple:
     return draw.normal(5, 2, 136, dtype=dtype), *_linear_fp8_block(draw, dtype)[1:3], 2
 
 
+def _linear_fp8_block_normed(draw: Draw, dtype: torch.dtype) -> tuple:
+    """RMSNorm folded in, and x a view of wider rows."""
+    x, weight, scale, _ = _linear_fp8_block(draw, dtype)
+    return torch.cat((x, x), -1)[:, :136], weight, scale, 1, draw.normal(136), 1e-6
+
+
+def _project(draw: Draw, dtype: torch.dtype) -> tuple:
+    return *_linear_fp8_block(draw, dtype)[:3], draw.normal(12, 136, dtype=dtype)
+
+
 def _linear_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
     return draw.normal(5, 32, dtype=dtype), *quantize_nvfp4(draw.normal(12, 32))
+
+
+def _linear_nvfp4_grouped(draw: Draw, dtype: torch.dtype) -> tuple:
+    """Two groups, RMSNorm, a scale_2 for each row and a float32 result, on a view of wider rows."""
+    packed, scale, _ = quantize_nvfp4(draw.normal(12, 32))
+    x = draw.normal(5, 3, 32, dtype=dtype)[:, :2]
+    return x, packed, scale, draw.uniform(0.5, 2, 12), None, 2, draw.normal(32), 1e-6, True
+
+
+def _linear_nvfp4_w4a4(draw: Draw, dtype: torch.dtype) -> tuple:
+    return *_linear_nvfp4(draw, dtype), "nvfp4"
 
 
 def _with_two_batch_dimensions(make: Callable[[Draw, torch.dtype], tuple]) -> Callable[[Draw, torch.dtype], tuple]:
@@ -309,6 +368,28 @@ def _moe_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
     return draw.normal(5, 16, dtype=dtype), *routed, *stack, 10.0
 
 
+def _moe_nvfp4_shared(draw: Draw, dtype: torch.dtype) -> tuple:
+    shared = quantize_fp8_experts(draw.normal(1, 64, 16), draw.normal(1, 16, 32))
+    return *_moe_nvfp4(draw, dtype), *(tensor[0] for tensor in shared)
+
+
+def _moe_nvfp4_shared_last(draw: Draw, dtype: torch.dtype) -> tuple:
+    x, experts, *rest = _moe_nvfp4(draw, dtype)
+    return x, experts.clamp(max=2), *rest, None, None, None, None, True
+
+
+def _with_the_last_shared(make: Callable[[Draw, torch.dtype], tuple], count: int) -> Callable[[Draw, torch.dtype], tuple]:
+    def arguments(draw: Draw, dtype: torch.dtype) -> tuple:
+        x, experts, *rest = make(draw, dtype)
+        return x, experts.clamp(max=count - 2), *rest, True
+
+    return arguments
+
+
+def _quantize_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
+    return (draw.normal(5, 48, dtype=dtype, outliers=20.0),)
+
+
 def _sample(draw: Draw, dtype: torch.dtype) -> tuple:
     filters = torch.tensor([0, 3, 5]), torch.tensor([1.0, 0.9, 0.5]), torch.tensor([0.0, 0.1, 0.0])
     numbers = torch.tensor([1.0, 1.2, 1.0]), draw.integers(0, 2**62, 3), draw.integers(0, 2**20, 3)
@@ -318,12 +399,20 @@ def _sample(draw: Draw, dtype: torch.dtype) -> tuple:
 
 # "op" or "op: what is special about it"
 ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
+    "advance_csa": _advance_csa,
+    "advance_csa: no write": _without_write(_advance_csa),
+    "advance_hca": _advance_hca,
+    "advance_hca: no write": _without_write(_advance_hca),
+    "advance_state": _advance_state,
+    "advance_window": _advance_window,
     "attend": _attend,
     "attend: all entries": _attend_all,
     "attend: window": _attend_window,
     "compress": _compress,
     "compress: no overlap": _compress_hca,
     "hc_head": _hc_head,
+    "hc_mix": _hc_mix,
+    "hc_mix_head": _hc_mix_head,
     "hc_post": _hc_post,
     "hc_pre": _hc_pre,
     "index_topk": _index_topk,
@@ -334,13 +423,24 @@ ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
     "linear_fp32: 3-d": _with_two_batch_dimensions(_linear_fp32),
     "linear_fp8_block": _linear_fp8_block,
     "linear_fp8_block: groups": _linear_fp8_block_grouped,
+    "linear_fp8_block: norm, strided": _linear_fp8_block_normed,
     "linear_fp8_block: 3-d": _with_two_batch_dimensions(_linear_fp8_block),
     "linear_nvfp4": _linear_nvfp4,
+    "linear_nvfp4: groups, norm, strided": _linear_nvfp4_grouped,
+    "linear_nvfp4: W4A4": _linear_nvfp4_w4a4,
     "linear_nvfp4: 3-d": _with_two_batch_dimensions(_linear_nvfp4),
     "moe": _moe,
+    "moe: shared last": _with_the_last_shared(_moe, 4),
     "moe_fp8": _moe_fp8,
+    "moe_fp8: shared last": _with_the_last_shared(_moe_fp8, 3),
     "moe_nvfp4": _moe_nvfp4,
+    "moe_nvfp4: shared": _moe_nvfp4_shared,
+    "moe_nvfp4: shared last": _moe_nvfp4_shared_last,
+    "moe_nvfp4_w4a4": _moe_nvfp4,
+    "project": _project,
     "q_rope": _q_rope,
+    "quantize_nvfp4": _quantize_nvfp4,
+    "quantize_nvfp4: 3-d": _with_two_batch_dimensions(_quantize_nvfp4),
     "route_hash": _route_hash,
     "route_topk": _route_topk,
     "sample": _sample,

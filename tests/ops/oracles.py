@@ -1,5 +1,7 @@
-"""transformers' DeepseekV4 modules with random weights, at sizes where a 300-token sequence costs milliseconds."""
+"""transformers' DeepseekV4 modules with random weights, at sizes where a 300-token sequence costs milliseconds, and a
+search for what NVFP4 makes of some values."""
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
@@ -69,3 +71,13 @@ def rotary_cos_sin(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tens
 
 def new_cache(config: DeepseekV4Config) -> DynamicCache:
     return DynamicCache(config=config)
+
+
+def nearest_nvfp4(x: Tensor) -> Tensor:
+    """Each row of float32 [..., K] in NVFP4 and back, every value by search for the nearest of the eight magnitudes."""
+    magnitudes = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0])  # even codes first: they win ties
+    groups = x.unflatten(-1, (-1, 16))
+    scale_2 = groups.abs().amax((-1, -2), keepdim=True) / 2688
+    step = (groups.abs().amax(-1, keepdim=True) / 6 / scale_2).to(torch.float8_e4m3fn).float() * scale_2
+    nearest = ((groups / step).abs()[..., None] - magnitudes).abs().argmin(-1)
+    return torch.where(step > 0, magnitudes[nearest] * groups.sign() * step, 0).flatten(-2)

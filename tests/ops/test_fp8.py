@@ -134,3 +134,17 @@ def test_groups_match_transformers(rows, draw):
         module(x.bfloat16().float()).flatten(-2),
         torch.bfloat16,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", (1, 2))
+def test_norm_matches_transformers(dtype, groups, draw):
+    """RMSNorm of the input, rounded to its dtype, then the product; x is a view of wider rows."""
+    weight, scale = quantize_fp8_block(draw.normal(160, 136))
+    norm = hf.DeepseekV4RMSNorm(136, 1e-6)
+    norm.weight.copy_(draw.normal(136))
+    x = draw.normal(5, groups + 1, 136, dtype=dtype, outliers=20.0)[:, :groups].squeeze(1)
+    normed = norm(x.float()).to(dtype)
+    actual = ops.linear_fp8_block(x, weight, decode_e8m0(scale), groups, norm.weight.detach(), 1e-6)
+    assert_near(actual, ops.linear_fp8_block(normed, weight, decode_e8m0(scale), groups).double())
+    assert not torch.equal(actual, ops.linear_fp8_block(x, weight, decode_e8m0(scale), groups))

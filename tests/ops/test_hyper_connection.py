@@ -1,4 +1,4 @@
-"""hc_pre, hc_post and hc_head against transformers, and against values computed by hand."""
+"""hc_pre, hc_post, hc_head, hc_mix and hc_mix_head against transformers, and against values computed by hand."""
 
 import math
 
@@ -228,3 +228,68 @@ def test_tokens_are_independent(draw):
         for a, b in zip(together, alone, strict=True):
             assert_near(a[t], b[0])
         assert_near(mixed[t], ops.hc_post(y[t : t + 1], streams[t : t + 1], *alone[1:])[0])
+
+
+def sites(draw, count, rows=24):
+    """fn, base, scale, norm_weight of `count` sublayers, H = 8."""
+    return [(draw.normal(rows, 32), draw.normal(rows), draw.normal(3), draw.normal(8)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hc_mix_chain_matches_transformers(dtype, draw):
+    """Two sublayers as transformers' decoder layer writes them: the mixing of the first, the collapse of the second."""
+    config = tiny_config(hc_eps=0.01)
+    modules = [randomise(hf.DeepseekV4HyperConnection(config), draw) for _ in range(2)]
+    norms = [randomise(hf.DeepseekV4RMSNorm(32, EPS), draw) for _ in range(2)]
+    weights = [(m.fn.data, m.base.data, m.scale.data, n.weight.data) for m, n in zip(modules, norms, strict=True)]
+    streams, y = draw.normal(9, 4, 32, dtype=dtype, outliers=10.0), draw.normal(9, 32, dtype=dtype)
+    _, _, post, comb = first_mix(streams, weights[0], 0.01)
+    mixed, x, *after = ops.hc_mix(y, streams, post, comb, *weights[1], EPS, 0.01, config.hc_sinkhorn_iters)
+    assert mixed.dtype == x.dtype == dtype
+    hf_post, hf_comb, _ = modules[0](streams[None].float())
+    wanted = hf_post[0][..., None] * y.float()[:, None] + hf_comb[0].transpose(1, 2) @ streams.float()
+    assert_near(mixed, wanted.to(dtype))
+    wanted_post, wanted_comb, collapsed = modules[1](mixed[None])
+    expected = norms[1](collapsed[0].float())
+    tolerance = 2**-6 if dtype == torch.bfloat16 else 2e-5
+    assert ((x.float() - expected).abs() <= tolerance * (expected.abs() + 0.01)).all()
+    for got, value in zip(after, (wanted_post[0], wanted_comb[0]), strict=True):
+        assert got.dtype == torch.float32
+        assert_near(got, value)
+
+
+def first_mix(streams, weights, hc_eps=EPS):
+    """hc_mix as the first sublayer calls it: nothing came before."""
+    tokens, n, hidden = streams.shape
+    y, post, comb = streams.new_zeros(tokens, hidden), torch.zeros(tokens, n), torch.eye(n).expand(tokens, n, n)
+    return ops.hc_mix(y, streams, post, comb, *weights, EPS, hc_eps, 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_first_mix_leaves_the_streams(dtype, draw):
+    """y = 0, post = 0, comb = identity: the streams keep their bits, and the rest is hc_pre of them."""
+    (weights,) = sites(draw, 1)
+    streams = draw.normal(6, 4, 8, dtype=dtype, outliers=1e4)
+    mixed, *rest = first_mix(streams, weights)
+    assert_same_bits(mixed, streams)
+    for got, wanted in zip(rest, ops.hc_pre(streams, *weights, EPS, EPS, 20), strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("y_dtype", DTYPES, ids=str)
+def test_a_chain_of_mixes_is_pre_and_post_in_turn(y_dtype, draw):
+    """Three sublayers and the head, bf16 streams: the rounded streams are what the next projection sees."""
+    weights, (head,) = sites(draw, 3), sites(draw, 1, rows=4)
+    streams = plain = draw.normal(5, 4, 8, dtype=torch.bfloat16)
+    y, post, comb = torch.zeros(5, 8), torch.zeros(5, 4), torch.eye(4).repeat(5, 1, 1)
+    for site in weights:
+        streams, x, post, comb = ops.hc_mix(y, streams, post, comb, *site, EPS, EPS, 20)
+        plain_x, plain_post, plain_comb = ops.hc_pre(plain, *site, EPS, EPS, 20)
+        for got, wanted in zip((streams, x, post, comb), (plain, plain_x, plain_post, plain_comb), strict=True):
+            assert_same_bits(got, wanted)
+        y = draw.normal(5, 8, dtype=y_dtype)
+        plain = ops.hc_post(y, plain, plain_post, plain_comb)
+    head = *head[:2], head[2][:1], head[3]
+    got = ops.hc_mix_head(y, streams, post, comb, *head, EPS, EPS)
+    assert_same_bits(got, ops.hc_head(plain, *head, EPS, EPS))
+    assert_near(plain.float(), (post[..., None] * y.float()[:, None] + comb.mT @ streams.float()), torch.bfloat16)

@@ -10,9 +10,12 @@ from dsv4.ops.kernels import limits
 from dsv4.ops.kernels.build import compile_cubin
 
 ARCHES = ("sm_90a", "sm_100a")
-ATTEND = sorted({attend_shape(t, h, d) for t in (1, 8, 32, 64, 4096) for h, d in ((64, 512), (128, 512), (4, 64))})
+ATTEND = sorted(
+    {attend_shape(t, h, d) for t in (1, 8, 32, 64, 4096) for h, d in ((64, 512), (128, 512), (4, 64))}
+    | {attend_shape(1, 64, 512, keys=8192)}
+)
 INDEX = sorted(
-    {index_shape(t, 64, 128, n, k) for t in (1, 16, 64) for n, k in ((1024, 512), (262144, 1024))}
+    {index_shape(t, 64, 128, n, k) for t in (1, 16, 32) for n, k in ((1024, 512), (16384, 512), (262144, 1024))}
     | {index_shape(1, 4, 32, 64, 8)}
 )
 
@@ -21,7 +24,7 @@ INDEX = sorted(
 @pytest.mark.parametrize("shape", ATTEND, ids=str)
 def test_attend(shape, arch):
     _, resources = compile_cubin("attend.cu", arch, shape.defines)
-    threads = -(-(shape.wh * shape.wd + 4) // 4) * 128  # registers are given out to four warps at a time
+    threads = -(-(shape.wd + 4) // 4) * 128  # registers are given out to four warps at a time
     assert resources["attend"].spill_bytes == 0
     assert resources["attend"].registers * threads <= 65536
     assert shape.shared <= limits.SHARED_BYTES

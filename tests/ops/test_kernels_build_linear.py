@@ -1,21 +1,15 @@
-"""The linear and expert kernels compile for Hopper and Blackwell, without spills and within their registers."""
+"""The linear kernels compile for Hopper and Blackwell, without spills and within their registers."""
 
 import pytest
 
 from dsv4.ops.kernels.build import compile_cubin
-from dsv4.ops.kernels.moe import SOURCE, plans
-from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8, Plan, linear_plan
+from dsv4.ops.kernels.linear import Work, linear_plan, project_plans
+from dsv4.ops.kernels.stream import BF16, FORMATS, FP8
 
 pytest.importorskip("cuda.core")
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 NAMES = [form.name for form in FORMATS]
-
-
-def plan_of(number: int, tokens: int, tail: bool = False) -> Plan:
-    plan = linear_plan(number, tokens, 4096, (264, 272, 320)[number] if tail else 4096, 1, 132)
-    assert plan.tail == tail
-    return plan
 
 
 def assert_fits(source: str, arch: str, defines: tuple[str, ...], threads: int) -> None:
@@ -29,28 +23,21 @@ def assert_fits(source: str, arch: str, defines: tuple[str, ...], threads: int) 
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("number", [BF16, FP8, FP4], ids=NAMES)
-@pytest.mark.parametrize("tokens, tail", [(1, False), (1, True), (16, False), (32, False), (64, False)])
+@pytest.mark.parametrize("number", range(len(FORMATS)), ids=NAMES)
+@pytest.mark.parametrize("tokens, tail", [(1, False), (1, True), (16, False), (32, False), (64, False), (64, True)])
 def test_linear(number, tokens, tail, arch):
-    plan = plan_of(number, tokens, tail)
-    defines = plan.defines(number) + (("OUT_FP32=1",) if number == BF16 else ())
-    assert_fits("gemv_linear.cu", arch, defines, plan.threads)
+    work = Work(FORMATS[number], tokens, 4096, (264, 272, 320)[number] if tail else 4096)
+    assert work.tail == tail
+    plan = linear_plan(work, 132)
+    out = "float" if number == BF16 else "__nv_bfloat16"
+    assert_fits("gemv_linear.cu", arch, (f"FMT={number}", f"OUT={out}", *plan.defines(tail)), plan.threads)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("number", [BF16, FP4], ids=["bf16", "NVFP4"])
-@pytest.mark.parametrize("hidden, inter", [(4096, 2048), (256, 96)], ids=["Flash", "odd"])
-def test_experts(number, hidden, inter, arch):
-    for plan in {p.defines(number): p for p in plans(number, hidden, inter, 8, 6, 256, 132)[:2]}.values():
-        assert_fits(SOURCE, arch, plan.defines(number), plan.threads)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("gated", [0, 1])
-@pytest.mark.parametrize("number", [BF16, FP4], ids=["bf16", "NVFP4"])
-def test_experts_of_many_tokens(number, gated, arch):
-    """Two blocks of 256 threads an SM."""
-    assert_fits("moe_prefill.cu", arch, (f"FMT={number}", f"GATE_UP={gated}"), 512)
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64])
+def test_project(tokens, arch):
+    plan, _ = project_plans(tokens, 1536, 2624, 4096, 132)
+    assert_fits("gemv_project.cu", arch, plan.defines(False), plan.threads)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -74,15 +61,8 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tokens", [1, 8, 32])
 def test_the_models_fit_into_shared_memory(model, tokens):
-    """One launch a linear for up to 32 tokens, with at least 32 KB of weights in flight in every SM."""
+    """One launch, with 24 KB of weights in flight in every SM; with one token there is room for the next kernel."""
     for number, n, k, groups in MODELS[model]:
-        plan = linear_plan(number, tokens, n, k, groups, 132)
-        assert plan is not None and (plan.stages - 1) * plan.warps * 2048 >= 32768, (number, n, k, plan)
-        assert plan.shared <= 227 * 1024
-
-
-def test_experts_fit_into_shared_memory():
-    for hidden, inter in ((4096, 2048), (7168, 3072)):
-        for tokens in (1, 8, 32):
-            up, down, one = plans(FP4, hidden, inter, tokens, 6, 256, 132)
-            assert min(up.stages, down.stages) >= 3 and one == (tokens == 1)
+        plan = linear_plan(Work(FORMATS[number], tokens, n, k, groups), 132)
+        assert plan is not None and plan.stages * plan.warps * 2048 >= 24 * 1024, (number, n, k, plan)
+        assert plan.shared <= (110 if tokens == 1 else 227) * 1024

@@ -2,9 +2,10 @@
 
 import pytest
 
-from dsv4.ops.hyper_connection import Plan
+from dsv4.ops.compress import THREADS, parts_of
 from dsv4.ops.kernels.build import compile_cubin
-from dsv4.ops.route import _split
+from dsv4.ops.route import hash_split, topk_plan
+from dsv4.ops.sample import shape
 
 pytest.importorskip("cuda.core")
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -17,29 +18,28 @@ def variants():
     """(source, defines, registers a thread that it may use), each once."""
     found = {}
     for hidden, experts in MODELS.values():
-        for head, rows in ((0, 24), (1, 4)):
-            found["hyper_connection.cu", (f"HEAD={head}", "N=4", f"H={hidden}", "WARPS=8")] = 128
-            for tokens in (1, 8):
-                plan = Plan.of(tokens, rows, 4, hidden)
-                sizes = f"HEAD={head}", "N=4", f"H={hidden}", f"CLUSTER={plan.cluster}", f"WARPS={plan.warps}"
-                found["hyper_connection.cu", (*sizes, f"RPW={plan.rows}", f"TT={plan.tokens}")] = 128
-        for is_float in (0, 1):
-            found["hyper_connection.cu", ("N=4", f"H={hidden}", f"Y_FLOAT={is_float}")] = 80
-            split = _split(hidden)
-            sizes = f"H={hidden}", f"E={experts}", "TOP=6", f"GATE_FLOAT={is_float}"
-            for batch in (1, 4):
-                found["route.cu", (*sizes, f"SPLIT={split}", "SETS=2", f"BATCH={batch}")] = 128
-            found["route.cu", (*sizes, f"SPLIT={min(4, split)}", "SETS=6", "BATCH=1", "HASH=1")] = 80
+        sizes = f"H={hidden}", f"E={experts}", "TOP=6"
+        cluster, spread, stored = topk_plan(hidden, experts)
+        defines = *sizes, f"CLUSTER={cluster}", f"SPREAD={spread}", f"STORED={stored}"
+        found["route.cu", defines] = 64 if spread == 1 else 128
+        found["route.cu", (*sizes, "HASH=1", f"SPLIT={hash_split(hidden)}")] = 64
     for dim, lanes in ((512, 32), (128, 16), (64, 8)):
-        found["rope.cu", (f"D={dim}", f"ROPE={min(64, dim)}", f"LANES={lanes}")] = 40
+        found["rope.cu", (f"D={dim}", f"ROPE={min(64, dim)}", f"LANES={lanes}")] = 48
         found["rope.cu", (f"VECTORS={dim // 8}",)] = 32
-    for dim, overlap, rate, threads in ((512, 1, 4, 512), (512, 0, 128, 512), (128, 1, 4, 256), (64, 0, 128, 512)):
-        sizes = f"DIM={dim}", f"OVERLAP={overlap}", f"RATE={rate}", "ROPE=64", f"THREADS={threads}"
-        found["compress.cu", sizes] = 128
-    for vocab, threads, cluster in ((129_280, 512, 8), (1000, 256, 1), (8192, 512, 4), (262_144, 512, 8)):
-        for is_float in (0, 1):
-            sizes = f"V={vocab}", f"THREADS={threads}", f"CLUSTER={cluster}", f"FLOAT_LOGITS={is_float}"
-            found["sample.cu", sizes] = 128
+    for dim, overlap, rate in ((512, 1, 4), (512, 0, 128), (128, 1, 4), (64, 0, 128)):
+        sizes = f"DIM={dim}", f"OVERLAP={overlap}", f"RATE={rate}", "ROPE=64", f"PARTS={parts_of(dim, overlap)}"
+        found["compress.cu", (*sizes, f"THREADS={THREADS}")] = 128
+    for rate, overlap, index_dim in ((0, 0, 0), (4, 1, 128), (128, 0, 0)):
+        parts = parts_of(512, overlap) if rate else 1
+        sizes = "DIM=512", "ROPE=64", f"THREADS={THREADS}", f"RATE={rate}", f"OVERLAP={overlap}", f"PARTS={parts}"
+        found["advance.cu", (*sizes, f"INDEX_DIM={index_dim}")] = 128
+    for vocab in (129_280, 1000, 8192, 262_144):
+        found["advance_state.cu", (f"V={vocab}", "STOPS=16", "QUADS=4")] = 40
+        for rows in (1, 32):
+            threads, cluster = shape(rows, -(-vocab // 4))
+            for is_float in (0, 1):
+                sizes = f"V={vocab}", f"THREADS={threads}", f"CLUSTER={cluster}", f"FLOAT_LOGITS={is_float}"
+                found["sample.cu", sizes] = 64
     return [(*key, registers) for key, registers in found.items()]
 
 
@@ -53,6 +53,6 @@ def test_compiles_without_spills(source, defines, registers, arch):
     _, resources = compile_cubin(source, arch, defines)
     assert resources
     for name, used in resources.items():
-        assert used.spill_bytes == 0, f"{name} spills {used.spill_bytes} bytes"
+        assert used.spill_bytes == used.stack_bytes == 0, f"{name} spills {used.spill_bytes}, has {used.stack_bytes} bytes"
         assert used.registers <= registers, f"{name} uses {used.registers} registers, {registers} allowed"
         assert used.shared_bytes <= 48 * 1024

@@ -205,3 +205,65 @@ def test_outliers_stay_finite(tokens, draw):
     out = ops.moe(*args)
     assert out.isfinite().all()
     assert_matches_loops(out, *args)
+
+
+def with_shared(x, routed, gate_up, down, limit):
+    """float64 [T, H]: the routed sum plus the shared expert's result, which like its h is rounded to x's dtype."""
+    gate, up = (x.double() @ gate_up.double().T).chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    h = gate * torch.sigmoid(gate) * up
+    return routed.double() + (h.to(x.dtype).double() @ down.double().T).to(x.dtype).double()
+
+
+def assert_rounded(actual, expected):
+    """In x's dtype. bf16: the nearest to float64 but for sums on the boundary of two, and a value of h there."""
+    if actual.dtype == torch.float32:
+        assert_near(actual, expected)
+    else:
+        assert (actual == expected.bfloat16()).float().mean() > 0.97
+        assert_near(actual, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("inter", [16, 144])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp8_shared_expert_beside_nvfp4(tokens, inter, dtype, draw):
+    """Every row gets it, also one without experts; the sum of both is rounded. 144: blocks of w1 and w3 apart."""
+    stacked = quantize_experts(*stack(draw, hidden=144, inter=inter))
+    gate_up, down = stack(draw, experts=1, hidden=144, inter=inter)
+    gate_up[:, inter:] *= 30
+    codes, scale, down, down_scale = (tensor[0] for tensor in quantize_fp8_experts(gate_up, down))
+    x, (experts, weights) = draw.normal(tokens, 144, dtype=dtype), routed(draw, tokens, 8, 3, none=0.2)
+    experts[0] = -1
+    plain = ops.moe_nvfp4(x, experts, weights, *stacked, 10.0)
+    halves = [dequantize_fp8_block(*half) for half in zip(codes.chunk(2), scale.chunk(2), strict=True)]
+    expected = with_shared(x, plain, torch.cat(halves), dequantize_fp8_block(down, down_scale), 10.0)
+    actual = ops.moe_nvfp4(x, experts, weights, *stacked, 10.0, codes, scale, down, down_scale)
+    assert actual.dtype == dtype
+    assert_rounded(actual, expected)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", ["moe", "moe_fp8", "moe_nvfp4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_last_expert_is_shared(tokens, name, dtype, draw):
+    """The same as an expert E - 1 that every row picks with weight 1, rounded, added and rounded."""
+    gate_up, down = stack(draw, dtype=dtype if name == "moe" else torch.float32)
+    quantise = {"moe": lambda *s: s, "moe_fp8": quantize_fp8_experts, "moe_nvfp4": quantize_experts}[name]
+    args, call = quantise(gate_up, down), getattr(ops, name)
+    x, (experts, weights) = draw.normal(tokens, 32, dtype=dtype), routed(draw, tokens, 7, 3, none=0.2)
+    last = call(x, torch.full((tokens, 1), 7, dtype=torch.int32), torch.ones(tokens, 1), *args, 10.0)
+    expected = call(x, experts, weights, *args, 10.0) + last.to(dtype).float()
+    actual = call(x, experts, weights, *args, 10.0, shared_last=True)
+    assert actual.dtype == dtype
+    assert_rounded(actual, expected)
+
+
+def test_half_a_shared_expert_is_refused(draw):
+    stacked = quantize_experts(*stack(draw))
+    x, (experts, weights) = draw.normal(2, 32), routed(draw, 2, 8, 3)
+    shared = [tensor[0] for tensor in quantize_fp8_experts(*stack(draw, experts=1))]
+    with pytest.raises(ValueError, match="3 of the 4 tensors"):
+        ops.moe_nvfp4(x, experts, weights, *stacked, 10.0, *shared[:3])
+    with pytest.raises(ValueError, match="shared_last"):
+        ops.moe_nvfp4(x, experts, weights, *stacked, 10.0, *shared, shared_last=True)

@@ -162,10 +162,38 @@ def test_linear_with_large_activations(draw):
     assert ops.linear_nvfp4(draw.normal(2, 16, scale=1e4), packed, scale, scale_2).isfinite().all()
 
 
-def test_matches_torchao(draw):
-    """Same layout and values as torchao's NVFP4 tensor, with the same per-tensor scale."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_norm_and_row_scales(dtype, draw):
+    """Group by group what one product gives; RMSNorm comes first and is rounded; scale_2 may differ from row to row."""
+    packed, scale, _ = quantize_nvfp4(draw.normal(24, 32))
+    scale_2, norm = draw.uniform(0.5, 2.0, 24), draw.normal(32)
+    x = draw.normal(5, 3, 32, dtype=dtype, outliers=20.0)[:, :2]
+    normed = (x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()).to(dtype)
+    rows = [naive_dequantize(packed[n : n + 1], scale[n : n + 1], scale_2[n]) for n in range(24)]
+    low, high = torch.cat(rows).chunk(2)
+    expected = torch.cat((normed[:, 0].double() @ low.T, normed[:, 1].double() @ high.T), -1)
+    actual = ops.linear_nvfp4(x, packed, scale, scale_2, None, 2, norm, 1e-6, True)
+    if dtype == torch.float32:
+        assert_near(actual, expected)
+    else:  # a value that the two norms round to different sides moves a sum by 2^-8 of one product
+        torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
+
+
+def test_float32_result_is_not_rounded(draw):
+    """A bf16 x gives the float32 sums themselves, which rounded are the bf16 result."""
+    weight = quantize_nvfp4(draw.normal(20, 64))
+    x = draw.normal(5, 64, dtype=torch.bfloat16, outliers=100.0)
+    exact = ops.linear_nvfp4(x, *weight, out_fp32=True)
+    assert exact.dtype == torch.float32
+    assert_near(exact, x.double() @ naive_dequantize(*weight).T)
+    assert torch.equal(exact.bfloat16(), ops.linear_nvfp4(x, *weight))
+
+
+def test_matches_torchao():
+    """Same layout and values as torchao's NVFP4 tensor, with the same per-tensor scale. Of known inputs: torchao multiplies
+    with reciprocals, and one value in millions rounds the other way."""
     module = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
-    weight = draw.normal(32, 64, scale=0.02)
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(7)) * 0.02
     per_tensor = module.per_tensor_amax_to_scale(weight.abs().max())
     theirs = module.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=per_tensor)
     ours = dequantize_nvfp4(*quantize_nvfp4(weight, per_tensor))

@@ -158,6 +158,14 @@ def test_inert_tokens(draw):
         assert (now[0][~rest] == -1).all() and (now[1][~rest] == 0).all()
 
 
+def test_inert_ids_may_be_anything(draw):
+    x, gate, table, ids = draw.normal(4, 16), draw.normal(8, 16), draw.distinct(20, 3, 8), torch.tensor([3, 2**40, 7, -1])
+    slots = torch.tensor([0, -1, 2, -1])
+    experts, weights = ops.route_hash(x, gate, table, ids, slots, 1.5)
+    assert torch.equal(experts[::2].long(), table[ids[::2]])
+    assert (experts[1::2] == -1).all() and (weights[1::2] == 0).all()
+
+
 def test_nan_token_stays_in_range(draw):
     """An active token gone NaN must not index outside the experts."""
     x = draw.normal(3, 16)

@@ -1,334 +1,304 @@
 // attend: one query token's heads over window rows and compressed entries, read in place (see ../attend.py).
 //
 // Bytes a token: N keys x DIM x 2 once from memory (640 keys x 1 KB = 0.66 MB: 0.15 us at 4.25 TB/s; 8192: 8.4 MB, 2 us),
-// q and out 64 KB each at 64 heads. At one token everything is latency: launch, position, index, row, two products, exchange.
+// q and out 64 KB each at 64 heads. At one token everything is latency: launch, picks, rows, two products, exchange.
 //
-// A cluster of CLUSTER CTAs has one token and HB heads. Its keys (listed entries first, then the window) go to the CTAs
-// in turn: key j to CTA j % CLUSTER. In a CTA four warps fetch tiles of KT key rows; the others multiply. Every warp owns a slice of DIM, for both products: logits are summed over slices in shared memory,
-// and of the output a warp holds its own columns. So it reads each key row's slice twice from shared memory, and the
-// query's slice stays in registers. At the end each CTA sums one part of DIM over the cluster, in rank order.
+// A cluster of CLUSTER CTAs has one token and HB heads. Its keys (the window, newest first, then the entries) go to the CTAs
+// in turn: key j to CTA j % CLUSTER. In a CTA four warps fetch tiles of KT key rows, 16 rows a barrier; the others multiply.
+// Keys are the 16 rows of a tensor-core tile and heads its 8 columns, so a CTA can have as few as 8 heads. Every warp owns a
+// slice of DIM, for both products: logits are summed over slices in shared memory, and of the output a warp holds its own
+// channels, which it sends at the end to the CTA that adds them up, in rank order.
+//
+// What the step does not write while this kernel may already be running (positions, slots) is read before the wait for the
+// previous kernel, and rows that will be needed are brought to the L2.
+//
+// Measured on an H200, in a CUDA graph, one launch after another, rows cold: 64 heads and 640 keys 6.3 us (8 tokens 15.4, 32
+// tokens 25.9), 160 keys 4.4, 8320 keys 34.8. Rows that lie in the L2 already save 0.1 us: one SM takes in at most 25 to 30
+// bytes a clock, by cp.async, bulk copies and plain loads alike, so 80 rows are about 2 us of the 6.3.
 #include "hopper.cuh"
 
-// (One bulk copy a row was three times slower than this: lanes issue them one after another, 75 cycles each.)
-// Measured on an H200, in a CUDA graph, rows cold: 64 heads and 640 keys 8.6 us (8 tokens 13.9, 32 tokens 23.2), 160 keys
-// 7.7 to 8.6, 1152 keys 10.7, 8320 keys 23.8; 128 heads and 1152 keys 11.0. Of 8.6 us about 3 are the wait for the rows (a
-// tile takes 5000 cycles to come, whatever its size), 1.5 the exchange; the products are 0.6 and the softmax 0.3.
-// Given: DIM, MH (m16 tiles a warp), WH (warps over heads), WD (warps over DIM), KT (keys a tile), STAGES, CLUSTER, SHARED.
-constexpr int WARPS = WH * WD, CONSUMERS = 32 * WARPS, FETCHERS = 128, HB = 16 * MH * WH;
-constexpr int SLICE = DIM / WD, KSTEPS = SLICE / 16, NTILES = SLICE / 8;
-constexpr int GROUP = CONSUMERS / HB;            // threads a head in the softmax
-constexpr int ROW = DIM * 2 + 16;                // bytes of a row in shared memory: eight rows fall into different banks
-constexpr int PART = KT + 8, PROB = KT + 8, OUT = DIM + 8;
-constexpr int PER_LANE = KT / 32;
-constexpr int STEP = MH == 1 ? 2 : 1;            // 16 keys times this are multiplied by the query at once
+// Given: DIM, NH (tiles of 8 heads), WD (warps over DIM), KT (keys a tile), STAGES, CLUSTER, SHARED.
+constexpr int CONSUMERS = 32 * WD, FETCHERS = 128, HB = 8 * NH;
+constexpr int SLICE = DIM / WD, DT = SLICE / 16;       // channels of a warp, in tiles of 16
+constexpr int TILES = DIM / 16, PER = (TILES + CLUSTER - 1) / CLUSTER;  // tiles of 16 channels that a CTA sums up
+constexpr int SUBS = KT / 16;                          // barriers of a tile
+constexpr int ROW = DIM * 2 + 16;                      // bytes of a row in shared memory: eight rows fall into different banks
+constexpr int PART = KT + 4, PROB = KT + 8;            // likewise
+constexpr int HEADS_PER_WARP = (HB + WD - 1) / WD, PAIRS_PER_LANE = (KT + 63) / 64;
+constexpr int CHAINS = NH == 1 ? 2 : 1;                // independent sums, to hide the latency of mma
+constexpr int NEAR_ROWS = 16384;                       // rows that are brought to the L2 ahead of time, for all tokens
 constexpr float LOG2E = 1.4426950408889634f;
 
 DEVICE constexpr int max2(int a, int b) { return a > b ? a : b; }
-constexpr int AT_KEYS = HB * ROW;                                              // after the query
-constexpr int AT_PART = max2(AT_KEYS + STAGES * KT * ROW, HB * OUT * 4);       // the output takes the place of both
-constexpr int AT_PROB = AT_PART + WD * HB * PART * 4;
-constexpr int AT_CORR = AT_PROB + HB * PROB * 2;
-constexpr int AT_SINK = AT_CORR + HB * 4;
-constexpr int AT_STATS = AT_SINK + HB * 4;                                     // float2 [CLUSTER][HB]
-constexpr int AT_TURN = AT_STATS + CLUSTER * HB * 8;                           // float2 [DIM / 2]
-constexpr int AT_LIST = AT_TURN + DIM * 4;                                     // row addresses [FETCHERS / 32][KT]
-constexpr int AT_COUNT = AT_LIST + FETCHERS / 4 * KT;
-constexpr int AT_BARRIER = AT_COUNT + 16 * STAGES;
-static_assert(AT_BARRIER + 8 * (1 + 2 * STAGES) <= SHARED, "SHARED is too small");
-static_assert(DIM % (16 * WD) == 0 && KT % 32 == 0 && KT >= 2 * GROUP && GROUP <= 32 && SLICE >= 16, "tile shape");
+constexpr int AT_PART = STAGES * KT * ROW;             // after the keys; float [WD][HB][PART], later float4 [CLUSTER][PER][NH][32]
+constexpr int AT_PROB = AT_PART + max2(WD * HB * PART * 4, CLUSTER * PER * NH * 512);
+constexpr int AT_STATS = AT_PROB + HB * PROB * 2;      // float2 [CLUSTER][HB]
+constexpr int AT_TURN = AT_STATS + CLUSTER * HB * 8;   // float2 [DIM / 2]
+constexpr int AT_SINK = AT_TURN + DIM * 4;
+constexpr int AT_CORR = AT_SINK + HB * 4;
+constexpr int AT_BIAS = AT_CORR + HB * 4;              // of each key: 0, or -inf for none
+constexpr int AT_BARRIER = AT_BIAS + STAGES * KT * 4;
+static_assert(AT_BARRIER + 8 * (1 + 2 * STAGES * SUBS) <= SHARED, "SHARED is too small");
+static_assert(DIM % (16 * WD) == 0 && KT % 16 == 0 && KT <= 128, "tile shape");
 
 KERNEL __launch_bounds__(CONSUMERS + FETCHERS, 1)
-attend(const bf16* __restrict__ q, const bf16* __restrict__ kv, const bf16* __restrict__ ring, const bf16* __restrict__ entries,
-       const int* __restrict__ indices, const float* __restrict__ sinks, const float* __restrict__ inv_freq,
-       const i64* __restrict__ positions, const i64* __restrict__ slots, bf16* __restrict__ out,
+attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, const int* indices, const float* __restrict__ sinks,
+       const float* __restrict__ inv_freq, const i64* __restrict__ positions, const i64* __restrict__ slots, bf16* out, int tokens,
        int heads, int window, int blocks, int picks, int rate, int pairs, float scale) {
   extern __shared__ __align__(128) unsigned char memory[];
-  const u32 base = shared_address(memory);
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const u32 rank = cluster_rank();
-  const int groups = (heads + HB - 1) / HB, work = blockIdx.x / CLUSTER;
-  const i64 token = work / groups;
-  const int head0 = (work % groups) * HB, active = min(HB, heads - head0);
-  const int listed_max = indices ? picks : 0;
-
-  const u32 q_ready = base + AT_BARRIER;
-  auto full = [&](int s) { return q_ready + 8 + 8 * s; };
-  auto empty = [&](int s) { return q_ready + 8 + 8 * (STAGES + s); };
-  auto count_of = [&](int s) -> volatile int* { return reinterpret_cast<volatile int*>(memory + AT_COUNT) + s; };
-  if (tid == 0) {
-    barrier_init(q_ready, FETCHERS);
-    for (int s = 0; s < STAGES; ++s) { barrier_init(full(s), FETCHERS + 1); barrier_init(empty(s), WARPS); }
-    barrier_init_done();
-  }
-  wait_for_previous_kernel();
   let_next_kernel_start();
-
-  // The first tile's picks do not depend on the position: fetch them together with it.
-  int ahead[PER_LANE];
-  auto fetch_picks = [&](int tile) {
-    #pragma unroll
-    for (int u = 0; u < PER_LANE; ++u) {
-      const int j = (tile * KT + u * 32 + lane) * CLUSTER + rank;
-      ahead[u] = j < listed_max ? indices[token * picks + j] : -1;
-    }
-  };
-  if (warp >= WARPS) fetch_picks(0);
-  const i64 slot = slots[token];
-  const int position = (int)positions[token];
+  const u32 base = shared_address(memory);
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+  const u32 rank = cluster_rank();
+  const int groups = (heads + HB - 1) / HB, work = blockIdx.x / CLUSTER, group = work % groups;
+  const i64 token = work / groups, slot = slots[token];
+  const int position = (int)positions[token], head0 = group * HB, active = min(HB, heads - head0);
   if (slot < 0) {
+    wait_for_previous_kernel();
     u32* rows = reinterpret_cast<u32*>(out + (token * heads + head0) * DIM);
     for (int i = rank * blockDim.x + tid; i < active * DIM / 2; i += CLUSTER * blockDim.x) rows[i] = 0;
     return;
   }
+
+  const u32 arrived = base + AT_BARRIER;  // the parts of the sum that this CTA makes
+  auto full = [&](int sub) { return arrived + 8 + 8 * sub; };
+  auto empty = [&](int sub) { return arrived + 8 + 8 * (STAGES * SUBS + sub); };
+  float* const bias = reinterpret_cast<float*>(memory + AT_BIAS);
+  const int own_tiles = max(0, min(PER, TILES - (int)rank * PER));
+  if (tid == 0) {
+    barrier_init(arrived, 1);
+    for (int s = 0; s < STAGES * SUBS; ++s) barrier_init(full(s), FETCHERS + FETCHERS / 32), barrier_init(empty(s), WD);
+    barrier_init_done();
+    barrier_arrive_expecting(arrived, CLUSTER * (own_tiles * NH * 512 + HB * 8));
+  }
   __syncthreads();
-  cluster_arrive();
 
   const int visible = entries ? min((position + 1) / rate, blocks) : 0;
-  const int listed = indices ? picks : visible, recent = min(window, position + 1), total = listed + recent;
+  const int total = window + (indices ? picks : visible);
   const int mine = total > (int)rank ? (total - (int)rank + CLUSTER - 1) / CLUSTER : 0, tiles = (mine + KT - 1) / KT;
-  float m = NEG_INF, l = 0.f;  // of head tid / GROUP, in units of log2; l is this thread's share
-  float o[MH][NTILES][4];
-  const int wd = warp % WD, wh = warp / WD, g = lane >> 2, t = lane & 3;
+  float m[HEADS_PER_WARP], l[HEADS_PER_WARP];  // of heads warp, warp + WD, ..., in units of log2; l is this lane's share
+  float o[DT][NH][4] = {};
+#pragma unroll
+  for (int i = 0; i < HEADS_PER_WARP; ++i) m[i] = NEG_INF, l[i] = 0.f;
 
-  if (warp >= WARPS) {  // --- the fetching warps ---
-    const int fetcher = warp - WARPS;
-    for (int i = tid - CONSUMERS; i < active * (DIM / 8); i += FETCHERS)
-      copy_16(base + i / (DIM / 8) * ROW + i % (DIM / 8) * 16, q + (token * heads + head0) * DIM + i * 8);
-    barrier_arrive_after_copies(q_ready);
-    const bf16** list = reinterpret_cast<const bf16**>(memory + AT_LIST) + fetcher * KT;  // each warp makes the whole list
-    const int newest = position % window;
+  if (warp >= WD) {  // --- the fetching warps ---
+    const int fetcher = warp - WD;
+    // The row of key j: null if there is none. `entry` is its pick, if it comes from the list.
+    auto row_of = [&](int j, int entry) -> const bf16* {
+      if (j >= window) return entry >= 0 && entry < visible ? entries + (slot * blocks + entry) * DIM : nullptr;
+      if (j > position) return nullptr;
+      const i64 row = token - j;
+      if (row >= 0 && slots[row] == slot && positions[row] == position - j) return kv + row * DIM;
+      return ring + (slot * window + (position - j) % window) * DIM;
+    };
+    // The head groups share this out among them.
+    const int near = min(indices ? min(window, total) : total, NEAR_ROWS / tokens);
+    for (int i = (tid - CONSUMERS) * groups + group; i * CLUSTER + (int)rank < near; i += FETCHERS * groups) {
+      const int j = i * CLUSTER + rank;
+      const bf16* row = row_of(j, j - window);
+      if (row) prefetch_to_l2(row, DIM * 2);
+    }
+    // Of 16 rows a fetching warp has four; a lane knows the address of one row of one of up to eight times 16.
+    const int own = (lane >> 2) * 16 + fetcher * 4 + (lane & 3);
+    auto pick = [&](int tile) {
+      const int j = (tile * KT + own) * CLUSTER + rank;
+      if (own >= KT || j >= total || j < window) return -1;
+      return indices ? indices[token * picks + j - window] : j - window;
+    };
+    wait_for_previous_kernel();
+    int entry = pick(0);
     for (int tile = 0; tile < tiles; ++tile) {
-      const int s = tile % STAGES;
-      const bf16* from[PER_LANE];
-      int to[PER_LANE], count = 0;
-      #pragma unroll
-      for (int u = 0; u < PER_LANE; ++u) {
-        const int i = tile * KT + u * 32 + lane, j = i * CLUSTER + rank;
-        from[u] = nullptr;
-        if (i < mine) {
-          if (j < listed) {
-            const int entry = indices ? ahead[u] : j;
-            if (entry >= 0 && entry < visible) from[u] = entries + (slot * blocks + entry) * DIM;
-          } else {
-            const int d = j - listed;
-            const i64 row = token - d;
-            int at = newest - d;
-            if (at < 0) at += window;
-            from[u] = ring + (slot * window + at) * DIM;
-            if (row >= 0 && slots[row] == slot && positions[row] == position - d) from[u] = kv + row * DIM;
-          }
+      const int i = tile * KT + own, stage = tile % STAGES, subs = (min(KT, mine - tile * KT) + 15) / 16;
+      const bf16* from = own < KT && i < mine ? row_of(i * CLUSTER + rank, entry) : nullptr;
+      entry = pick(tile + 1);
+      for (int s = 0; s < subs; ++s) {
+        const int sub = stage * SUBS + s;
+        if (tile >= STAGES) barrier_wait(empty(sub), (tile / STAGES - 1) & 1);
+        if (lane >> 2 == s) bias[stage * KT + own] = from ? 0.f : NEG_INF;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full(sub));
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const u64 row = __shfl_sync(~0u, reinterpret_cast<u64>(from), s * 4 + r);
+          const unsigned char* source = reinterpret_cast<const unsigned char*>(row ? row : reinterpret_cast<u64>(kv));
+          const u32 to = base + (stage * KT + s * 16 + fetcher * 4 + r) * ROW;
+#pragma unroll
+          for (int c = lane; c < DIM / 8; c += 32) copy_16(to + c * 16, source + c * 16, row ? 16 : 0);  // or 16 zeros
         }
-        const u32 present = __ballot_sync(~0u, from[u] != nullptr);
-        to[u] = count + __popc(present & ((1u << lane) - 1));
-        count += __popc(present);
-      }
-      fetch_picks(tile + 1);
-      // Rows up to a multiple of 16 are multiplied by probability 0, so they must be finite: the token's own row.
-      const int padded = (count + 15) & ~15;
-      #pragma unroll
-      for (int u = 0; u < PER_LANE; ++u)
-        if (from[u]) list[to[u]] = from[u];
-      if (lane < padded - count) list[count + lane] = kv + token * DIM;
-      __syncwarp();
-      if (tile >= STAGES) barrier_wait(empty(s), (tile / STAGES - 1) & 1);
-      const u32 stage = base + AT_KEYS + s * KT * ROW;
-      #pragma unroll 4
-      for (int r = fetcher; r < padded; r += FETCHERS / 32) {
-        const bf16* row = list[r];
-        #pragma unroll
-        for (int c = lane; c < DIM / 8; c += 32) copy_16(stage + r * ROW + c * 16, row + c * 8);
-      }
-      barrier_arrive_after_copies(full(s));
-      if (warp == WARPS && lane == 0) {
-        *count_of(s) = count;
-        barrier_arrive(full(s));
-      }
-      __syncwarp();
-    }
-    if (fetcher == 0) {
-      for (int h = lane; h < active; h += 32) reinterpret_cast<float*>(memory + AT_SINK)[h] = sinks[head0 + h] * LOG2E;
-    } else if (fetcher == 1) {
-      for (int i = lane; i < pairs; i += 32) {
-        float2* turn = reinterpret_cast<float2*>(memory + AT_TURN) + i;
-        rope_cos_sin(position, inv_freq[i], &turn->x, &turn->y);
+        barrier_arrive_after_copies(full(sub));
       }
     }
+    __syncwarp();
+    cluster_arrive();
   } else {  // --- the multiplying warps ---
-    #pragma unroll
-    for (int i = 0; i < MH; ++i)
-      #pragma unroll
-      for (int n = 0; n < NTILES; ++n)
-        #pragma unroll
-        for (int c = 0; c < 4; ++c) o[i][n][c] = 0.f;
-    u32 query[MH][KSTEPS][4];
-    barrier_wait(q_ready, 0);
-    #pragma unroll
-    for (int i = 0; i < MH; ++i)
-      #pragma unroll
-      for (int k = 0; k < KSTEPS; ++k)
-        load_matrices(query[i][k], base + ((wh * MH + i) * 16 + (lane & 15)) * ROW + (wd * SLICE + k * 16 + (lane >> 4) * 8) * 2);
+    for (int i = tid; i < pairs; i += CONSUMERS) {
+      float2* turn = reinterpret_cast<float2*>(memory + AT_TURN) + i;
+      rope_cos_sin(position, inv_freq[i], &turn->x, &turn->y);
+    }
+    for (int h = tid; h < active; h += CONSUMERS) reinterpret_cast<float*>(memory + AT_SINK)[h] = sinks[head0 + h] * LOG2E;
+    wait_for_previous_kernel();
+    u32 query[NH][DT][2];
+#pragma unroll
+    for (int n = 0; n < NH; ++n) {
+      const u32* row = reinterpret_cast<const u32*>(q + (token * heads + head0 + n * 8 + g) * DIM + warp * SLICE) + t;
+#pragma unroll
+      for (int k = 0; k < DT; ++k) {
+        query[n][k][0] = n * 8 + g < active ? row[k * 8] : 0;
+        query[n][k][1] = n * 8 + g < active ? row[k * 8 + 4] : 0;
+      }
+    }
 
     for (int tile = 0; tile < tiles; ++tile) {
-      const int s = tile % STAGES;
-      barrier_wait(full(s), (tile / STAGES) & 1);
-      const int count = *count_of(s);
-      const u32 stage = base + AT_KEYS + s * KT * ROW + wd * SLICE * 2;
-      if (count > 0) {
-        // Logits of this slice; rows past `count` give rubbish that the softmax leaves out.
-        float* part = reinterpret_cast<float*>(memory + AT_PART) + (wd * HB + wh * MH * 16 + g) * PART + 2 * t;
-        for (int key = 0; key < count; key += 16 * STEP) {
-          float acc[MH][2 * STEP][4] = {};
-          const u32 at = stage + (key + (lane & 7) + (lane >> 4) * 8) * ROW + ((lane >> 3) & 1) * 16;
-          #pragma unroll
-          for (int k = 0; k < KSTEPS; ++k) {
-            u32 b[STEP][4];
-            #pragma unroll
-            for (int n = 0; n < STEP; ++n) load_matrices(b[n], at + n * 16 * ROW + k * 32);
-            #pragma unroll
-            for (int i = 0; i < MH; ++i)
-              #pragma unroll
-              for (int n = 0; n < 2 * STEP; ++n) mma_bf16(acc[i][n], query[i][k], b[n >> 1][(n & 1) * 2], b[n >> 1][(n & 1) * 2 + 1]);
-          }
-          #pragma unroll
-          for (int i = 0; i < MH; ++i)
-            #pragma unroll
-            for (int n = 0; n < 2 * STEP; ++n) {
-              float* p = part + i * 16 * PART + key + n * 8;
-              *reinterpret_cast<float2*>(p) = make_float2(acc[i][n][0], acc[i][n][1]);
-              *reinterpret_cast<float2*>(p + 8 * PART) = make_float2(acc[i][n][2], acc[i][n][3]);
-            }
+      const int stage = tile % STAGES, count = (min(KT, mine - tile * KT) + 15) / 16 * 16;
+      const u32 rows = base + stage * KT * ROW + warp * SLICE * 2;
+      float* part = reinterpret_cast<float*>(memory + AT_PART) + (warp * HB + 2 * t) * PART + g;
+      for (int key = 0; key < count; key += 16, part += 16) {  // logits of this slice
+        barrier_wait(full(stage * SUBS + key / 16), (tile / STAGES) & 1);
+        const u32 at = rows + (key + (lane & 15)) * ROW + (lane >> 4) * 16;
+        float acc[CHAINS][NH][4] = {};
+#pragma unroll
+        for (int k = 0; k < DT; ++k) {
+          u32 a[4];
+          load_matrices(a, at + k * 32);
+#pragma unroll
+          for (int n = 0; n < NH; ++n) mma_bf16(acc[k % CHAINS][n], a, query[n][k][0], query[n][k][1]);
         }
-        barrier(1, CONSUMERS);
-        // Softmax, running over tiles: GROUP threads a head, two neighbouring keys at a time.
-        {
-          const int head = tid / GROUP, c = tid % GROUP;
-          constexpr int STEPS = KT / (2 * GROUP);
-          float2 x[STEPS];
-          float top = NEG_INF;
-          #pragma unroll
-          for (int u = 0; u < STEPS; ++u) {
-            const int key = (u * GROUP + c) * 2;
+#pragma unroll
+        for (int n = 0; n < NH; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            const float sum = CHAINS == 1 ? acc[0][n][c] : acc[0][n][c] + acc[CHAINS - 1][n][c];
+            part[(n * 8 + (c & 1)) * PART + (c >> 1) * 8] = sum;
+          }
+      }
+      barrier(1, CONSUMERS);
+      // Softmax, running over tiles: a warp a head, two neighbouring keys a lane.
+#pragma unroll
+      for (int i = 0; i < HEADS_PER_WARP; ++i) {
+        const int head = warp + i * WD;
+        if (HB % WD && head >= HB) break;
+        float2 x[PAIRS_PER_LANE];
+        float top = m[i];
+#pragma unroll
+        for (int u = 0; u < PAIRS_PER_LANE; ++u) {
+          const int key = (u * 32 + lane) * 2;
+          x[u] = make_float2(NEG_INF, NEG_INF);
+          if (key < count) {
             const float* p = reinterpret_cast<const float*>(memory + AT_PART) + head * PART + key;
             float2 sum = make_float2(0.f, 0.f);
-            #pragma unroll
+#pragma unroll
             for (int w = 0; w < WD; ++w) {
               const float2 v = *reinterpret_cast<const float2*>(p + w * HB * PART);
               sum.x += v.x;
               sum.y += v.y;
             }
-            x[u].x = key < count ? sum.x * scale : NEG_INF;
-            x[u].y = key + 1 < count ? sum.y * scale : NEG_INF;
-            top = fmaxf(top, fmaxf(x[u].x, x[u].y));
+            const float2 none = *reinterpret_cast<const float2*>(bias + stage * KT + key);
+            x[u] = make_float2(fmaf(sum.x, scale, none.x), fmaf(sum.y, scale, none.y));
           }
-          #pragma unroll
-          for (int i = GROUP / 2; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-          top = fmaxf(m, top);
-          const float zero = top == NEG_INF ? 0.f : top, corr = exp2f(m - zero);
-          m = top;
-          l *= corr;
-          #pragma unroll
-          for (int u = 0; u < STEPS; ++u) {
-            const u32 p = pack_bf16(exp2f(x[u].x - zero), exp2f(x[u].y - zero));
-            l += bf16_low(p) + bf16_high(p);
-            reinterpret_cast<u32*>(memory + AT_PROB + head * PROB * 2)[u * GROUP + c] = p;
-          }
-          if (c == 0) reinterpret_cast<float*>(memory + AT_CORR)[head] = corr;
+          top = fmaxf(top, fmaxf(x[u].x, x[u].y));
         }
-        barrier(1, CONSUMERS);
-        if (tile > 0) {
-          #pragma unroll
-          for (int i = 0; i < MH; ++i) {
-            const float* corr = reinterpret_cast<const float*>(memory + AT_CORR) + (wh * MH + i) * 16 + g;
-            const float low = corr[0], high = corr[8];
-            #pragma unroll
-            for (int n = 0; n < NTILES; ++n) {
-              o[i][n][0] *= low;
-              o[i][n][1] *= low;
-              o[i][n][2] *= high;
-              o[i][n][3] *= high;
-            }
-          }
+        top = warp_max(top);
+        const float zero = top == NEG_INF ? 0.f : top, corr = exp2f(m[i] - zero);
+        m[i] = top;
+        l[i] *= corr;
+#pragma unroll
+        for (int u = 0; u < PAIRS_PER_LANE; ++u) {
+          const int key = (u * 32 + lane) * 2;
+          const u32 p = pack_bf16(exp2f(x[u].x - zero), exp2f(x[u].y - zero));
+          l[i] += bf16_low(p) + bf16_high(p);
+          if (key < count) reinterpret_cast<u32*>(memory + AT_PROB + head * PROB * 2)[u * 32 + lane] = p;
         }
-        for (int key = 0; key < count; key += 16) {
-          u32 p[MH][4];
-          #pragma unroll
-          for (int i = 0; i < MH; ++i)
-            load_matrices(p[i], base + AT_PROB + (((wh * MH + i) * 16 + (lane & 15)) * PROB + key + (lane >> 4) * 8) * 2);
-          const u32 at = stage + (key + (lane & 15)) * ROW + (lane >> 4) * 16;
-          #pragma unroll
-          for (int n = 0; n < NTILES; n += 2) {
-            u32 b[4];
-            load_matrices_transposed(b, at + n * 16);
-            #pragma unroll
-            for (int i = 0; i < MH; ++i) {
-              mma_bf16(o[i][n], p[i], b[0], b[1]);
-              mma_bf16(o[i][n + 1], p[i], b[2], b[3]);
-            }
-          }
+        if (lane == 0) reinterpret_cast<float*>(memory + AT_CORR)[head] = corr;
+      }
+      barrier(1, CONSUMERS);
+      if (tile == tiles - 1) cluster_arrive();  // nobody reads logits any more: their place may take the parts of the sum
+      if (tile > 0) {
+#pragma unroll
+        for (int n = 0; n < NH; ++n) {
+          const float2 corr = *reinterpret_cast<const float2*>(memory + AT_CORR + (n * 8 + 2 * t) * 4);
+#pragma unroll
+          for (int d = 0; d < DT; ++d) o[d][n][0] *= corr.x, o[d][n][1] *= corr.y, o[d][n][2] *= corr.x, o[d][n][3] *= corr.y;
         }
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty(s));
+      for (int key = 0; key < count; key += 16) {
+        u32 p[NH][2];
+#pragma unroll
+        for (int n = 0; n < NH; ++n) {
+          const u32* row = reinterpret_cast<const u32*>(memory + AT_PROB + (n * 8 + g) * PROB * 2) + key / 2 + t;
+          p[n][0] = row[0], p[n][1] = row[4];
+        }
+        const u32 at = rows + (key + (lane & 7) + (lane >> 4) * 8) * ROW + ((lane >> 3) & 1) * 16;
+#pragma unroll
+        for (int d = 0; d < DT; ++d) {
+          u32 a[4];
+          load_matrices_transposed(a, at + d * 32);
+#pragma unroll
+          for (int n = 0; n < NH; ++n) mma_bf16(o[d][n], a, p[n][0], p[n][1]);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty(stage * SUBS + key / 16));
+      }
     }
-    #pragma unroll
-    for (int i = GROUP / 2; i; i >>= 1) l += __shfl_xor_sync(~0u, l, i);
+    if (tiles == 0) cluster_arrive();
   }
 
-  // --- the cluster's sum ---
+  // --- the sum over the cluster: each CTA gets its channels from all ---
   __syncwarp();
-  cluster_wait();  // every CTA of the cluster has started
-  if (warp < WARPS) {
-    const int head = tid / GROUP;
-    for (int r = tid % GROUP; r < CLUSTER; r += GROUP)
-      peer_store(peer_address(base + AT_STATS + (rank * HB + head) * 8, r), make_float2(m, l));
-    barrier(1, CONSUMERS);  // nobody reads keys any more
-    float* rows = reinterpret_cast<float*>(memory) + (wh * MH * 16 + g) * OUT + wd * SLICE + 2 * t;
-    #pragma unroll
-    for (int i = 0; i < MH; ++i)
-      #pragma unroll
-      for (int n = 0; n < NTILES; ++n) {
-        float* p = rows + i * 16 * OUT + n * 8;
-        *reinterpret_cast<float2*>(p) = make_float2(o[i][n][0], o[i][n][1]);
-        *reinterpret_cast<float2*>(p + 8 * OUT) = make_float2(o[i][n][2], o[i][n][3]);
+  cluster_wait();  // every CTA of the cluster is done with its logits
+  if (warp < WD) {
+#pragma unroll
+    for (int d = 0; d < DT; ++d) {
+      const int tile = warp * DT + d;
+      const u32 peer = tile / PER, to = peer_address(base + AT_PART, peer) + (rank * PER + tile % PER) * NH * 512 + lane * 16;
+      const u32 barrier = peer_address(arrived, peer);
+#pragma unroll
+      for (int n = 0; n < NH; ++n) peer_store_async(to + n * 512, o[d][n], barrier);
+    }
+#pragma unroll
+    for (int i = 0; i < HEADS_PER_WARP; ++i) {
+      const int head = warp + i * WD;
+      const float sum = warp_sum(l[i]);
+      if (lane < CLUSTER && head < HB)
+        peer_store_async(peer_address(base + AT_STATS + (rank * HB + head) * 8, lane), make_float2(m[i], sum),
+                         peer_address(arrived, lane));
+    }
+  }
+  barrier_wait_cluster(arrived, 0);
+  for (int f = warp; f < own_tiles * NH; f += WD + FETCHERS / 32) {
+    const int n = f % NH, head = n * 8 + 2 * t;
+    const float2 sink = *reinterpret_cast<const float2*>(memory + AT_SINK + head * 4);
+    float2 stats[CLUSTER][2], top = sink;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+      const float4 both = *reinterpret_cast<const float4*>(memory + AT_STATS + (r * HB + head) * 8);
+      stats[r][0] = make_float2(both.x, both.y), stats[r][1] = make_float2(both.z, both.w);
+      top.x = fmaxf(top.x, both.x), top.y = fmaxf(top.y, both.z);
+    }
+    float2 total_weight = make_float2(exp2f(sink.x - top.x), exp2f(sink.y - top.y));
+    float sum[4] = {};
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+      const float4 part = *reinterpret_cast<const float4*>(memory + AT_PART + (r * PER * NH + f) * 512 + lane * 16);
+      const float first = exp2f(stats[r][0].x - top.x), second = exp2f(stats[r][1].x - top.y);
+      total_weight.x += first * stats[r][0].y, total_weight.y += second * stats[r][1].y;
+      sum[0] += first * part.x, sum[1] += second * part.y, sum[2] += first * part.z, sum[3] += second * part.w;
+    }
+    // Channel g of heads 2t and 2t + 1, and channel g + 8. Lanes of neighbouring channels swap one head for the other.
+    const bool odd = g & 1;
+    const float share = fast_reciprocal(odd ? total_weight.y : total_weight.x);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float keep = odd ? sum[2 * half + 1] : sum[2 * half], give = odd ? sum[2 * half] : sum[2 * half + 1];
+      const float other = __shfl_xor_sync(~0u, give, 4);
+      float low = (odd ? other : keep) * share, high = (odd ? keep : other) * share;
+      const int pair = ((rank * PER + f / NH) * 16 + half * 8 + g) / 2, turned = pair - (DIM / 2 - pairs);
+      if (turned >= 0) {
+        const float2 turn = reinterpret_cast<const float2*>(memory + AT_TURN)[turned];
+        const float x = low * turn.x + high * turn.y;
+        high = high * turn.x - low * turn.y;
+        low = x;
       }
+      if (head + odd < active) reinterpret_cast<u32*>(out + (token * heads + head0 + head + odd) * DIM)[pair] = pack_bf16(low, high);
+    }
   }
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
-  constexpr int SHARE = (DIM / 2 + CLUSTER - 1) / CLUSTER;  // channel pairs of this CTA
-  for (int i = tid; i < active * SHARE; i += CONSUMERS + FETCHERS) {
-    const int head = i / SHARE, pair = rank * SHARE + i % SHARE;
-    if (pair >= DIM / 2) continue;
-    float2 part[CLUSTER], stats[CLUSTER];
-    #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) part[r] = peer_load(peer_address(base + (head * OUT + 2 * pair) * 4, r));
-    const float sink = reinterpret_cast<const float*>(memory + AT_SINK)[head];
-    float top = sink;
-    #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-      stats[r] = reinterpret_cast<const float2*>(memory + AT_STATS)[r * HB + head];
-      top = fmaxf(top, stats[r].x);
-    }
-    float sum = exp2f(sink - top), even = 0.f, odd = 0.f;
-    #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-      const float f = exp2f(stats[r].x - top);
-      sum += f * stats[r].y;
-      even += f * part[r].x;
-      odd += f * part[r].y;
-    }
-    even /= sum;
-    odd /= sum;
-    const int turned = pair - (DIM / 2 - pairs);
-    if (turned >= 0) {
-      const float2 turn = reinterpret_cast<const float2*>(memory + AT_TURN)[turned];
-      const float x = even * turn.x + odd * turn.y;
-      odd = odd * turn.x - even * turn.y;
-      even = x;
-    }
-    reinterpret_cast<u32*>(out + (token * heads + head0 + head) * DIM)[pair] = pack_bf16(even, odd);
-  }
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();  // nobody reads this CTA's memory any more
 }

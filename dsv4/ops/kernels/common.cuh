@@ -1,4 +1,4 @@
-// Device helpers that the kernels share: bf16 packing, reductions, the last block of a group, clusters. Everything that
+// Device helpers that the kernels share: bf16 packing, reductions, the last warp of a group, clusters. Everything that
 // is inline PTX stands here.
 #ifndef DSV4_COMMON
 #define DSV4_COMMON
@@ -34,6 +34,8 @@ DEVICE uint4 pack8(const float* x) {
   return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
 }
 
+DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
 DEVICE float dot4(float4 a, float4 b, float sum) {
   return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
@@ -42,6 +44,11 @@ DEVICE float dot4(float4 a, float4 b, float sum) {
 
 // The end of the kernel before this one in the stream, for launches with programmatic dependence; otherwise nothing.
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Start bringing `bytes` at `from` (multiples of 16) from device memory to the L2.
+DEVICE void prefetch_to_l2(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 
 DEVICE float fast_reciprocal(float x) {
   float r;
@@ -66,23 +73,31 @@ DEVICE float warp_max(float x) {
   return x;
 }
 
+// a where mask is all ones, b where it is 0. (A choice between two elements of an array by ?: may become a load from the one
+// place or the other, and the array then lies in local memory.)
+DEVICE float choose(u32 mask, float a, float b) {
+  return __uint_as_float((__float_as_uint(a) & mask) | (__float_as_uint(b) & ~mask));
+}
+
+// x[i] + x[i + Half] of this lane or of the lane `step` away, for i < Half; then the same with half of each.
+template <int Half, int Count>
+DEVICE void fold(float (&x)[Count], int step) {
+  const u32 upper = threadIdx.x & step ? ~0u : 0u;
+#pragma unroll
+  for (int i = 0; i < Half; ++i) {
+    const float give = choose(upper, x[i], x[i + Half]), keep = choose(upper, x[i + Half], x[i]);
+    x[i] = keep + __shfl_xor_sync(~0u, give, step);
+  }
+  if constexpr (Half > 1) fold<Half / 2>(x, step / 2);
+}
+
 // Sums of Count values (a power of two up to 32) over the warp's lanes, with Count + 4 shuffles at most instead of 5 *
 // Count. Returns the sum number `reduced_index<Count>()` of this lane; the lanes' order of addition is always the same.
 template <int Count>
 DEVICE float warp_sums(float (&x)[Count]) {
-  const int lane = threadIdx.x & 31;
-  int step = 16;
+  if constexpr (Count > 1) fold<Count / 2>(x, 16);
 #pragma unroll
-  for (int half = Count / 2; half; half >>= 1, step >>= 1) {
-    const bool upper = lane & step;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float give = upper ? x[i] : x[i + half], keep = upper ? x[i + half] : x[i];
-      x[i] = keep + __shfl_xor_sync(~0u, give, step);
-    }
-  }
-#pragma unroll
-  for (; step; step >>= 1) x[0] += __shfl_xor_sync(~0u, x[0], step);
+  for (int step = 16 / Count; step; step >>= 1) x[0] += __shfl_xor_sync(~0u, x[0], step);
   return x[0];
 }
 
@@ -107,21 +122,16 @@ DEVICE float block_sum(float x, float* scratch, int id) {
   return x;
 }
 
-// Whether this block is the last of `total` to come here; what the others wrote before is then visible to all of its
-// threads. The counter is 0 before the first and after the last, so launches that share it must follow one another.
-DEVICE bool last_block(u32* counter, u32 total) {
-  __shared__ int is_last[1];
-  __syncthreads();
-  if (total > 1) {
-    if (threadIdx.x == 0) {
-      u32 before;  // the increment wraps to 0 at the last block
-      asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(total - 1) : "memory");
-      is_last[0] = before == total - 1;
-    }
-    __syncthreads();
-    if (!is_last[0]) return false;
-  }
-  return true;
+// Whether this warp is the last of `total` to come here; what the others wrote before is then visible to it. The counter is 0
+// before the first and after the last, so launches that share it must follow one another.
+DEVICE bool last_warp(u32* counter, u32 total) {
+  u32 before = 0;
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0)  // the increment wraps to 0 at the last
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(total - 1) : "memory");
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before == total - 1;
 }
 
 // --- thread-block clusters ---------------------------------------------------------------------------------------------
@@ -133,6 +143,8 @@ DEVICE u32 cluster_rank() {
 }
 
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Without waiting for this thread's stores: for blocks that only have to have begun.
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Write to the same shared variable of block `rank` of the cluster.

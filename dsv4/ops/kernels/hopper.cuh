@@ -42,9 +42,25 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   } while (!done);
 }
-// 16 bytes to shared memory, both addresses aligned to that.
-DEVICE void copy_16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// An arrival, and so many bytes of asynchronous stores that the barrier waits for besides.
+DEVICE void barrier_arrive_expecting(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// For what other CTAs of the cluster have stored.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+// 16 bytes to shared memory, both addresses aligned to that; of them the first `bytes`, then zeros.
+DEVICE void copy_16(u32 to, const void* from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+DEVICE void copy_4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 // One of the arrivals that the barrier waits for, once this thread's copies so far are there.
 DEVICE void barrier_arrive_after_copies(u32 barrier) {
@@ -59,16 +75,26 @@ DEVICE u32 peer_address(u32 address, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-DEVICE float2 peer_load(u32 address) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
+// Stores that count their bytes at a barrier of the CTA that they go to. They may be under way when this CTA ends.
+DEVICE void peer_store_async(u32 address, const float (&v)[4], u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+               ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
 }
-DEVICE void peer_store(u32 address, float2 v) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+DEVICE void peer_store_async(u32 address, float v, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+               ::"r"(address), "f"(v), "r"(barrier) : "memory");
 }
-DEVICE void peer_store(u32 address, u32 v) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+DEVICE void peer_store_async(u32 address, float2 v, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
+               ::"r"(address), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
+}
+DEVICE void peer_store_async(u32 address, u64 v, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];"
+               ::"r"(address), "l"(v), "r"(barrier) : "memory");
+}
+// An arrival at another CTA's barrier, and so many bytes that it waits for besides.
+DEVICE void peer_arrive_expecting(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 #endif

@@ -1,413 +1,253 @@
-// hc_pre, hc_head: one launch. hc_post: elementwise.
+// hc_mix: what lies between two sublayers in one launch, up to some hundred tokens. hyper_connection_prefill.cu serves more.
 //
-// Bytes of hc_pre at one token: Flash (H 4096) fn 24 x 16384 float32 = 1.57 MB, streams 32 KB, norm 16 KB: 0.39 us at
-// 4.25 TB/s; Pro (H 7168) 2.75 MB: 0.66 us. hc_head 0.29 / 0.51 MB. hc_post 72 / 129 KB. All are latency.
-// Measured on an H200 in a CUDA graph, of which a launch is about 1.5 us: hc_pre Flash 6.4 us at 1 token, 7.7 at 8, 13.2 at 32,
-// 65 at 2048 (31 % of the copy rate); Pro 8.4, 10.4, 15.8, 103. hc_head Flash 3.5 at 1, Pro 3.9. hc_post 1.5 at 1, 1.8 at 32,
-// 39 at 2048 (90 %). Of hc_pre's 6.4 us the Sinkhorn steps are about 2, fn into 16 multiprocessors about 1.5.
+// Bytes at one token: Flash (H 4096) fn 24 x 16384 float32 = 1.57 MB, streams read and written 64 KB, norm 16 KB: 0.4 us at
+// 4.25 TB/s; Pro (H 7168) 2.75 MB, 0.7 us. All is latency.
+// Measured on an H200 in a CUDA graph, each launch taking the results of the one before: Flash 4.0 us at 1 token, 4.6 at 4,
+// 5.3 at 8, 6.3 at 16, 7.5 at 32, 14 at 64, 22 at 128; the head 2.5, 2.5, 2.8, 3.4, 5.0, 6.6, 10. Pro 4.4 at 1, 6.3 at 8, 14 at
+// 32. After a linear of 17 MB it adds 4.5 us at 1 token, 4.3 at 8, 5.5 at 32. Of 4.0 us the Sinkhorn steps are 0.7, all 20 of
+// them 1.2.
 //
-// hc_collapse: a cluster of CLUSTER blocks for TT tokens. A block has SLICE channels of all N streams and the columns of
-// fn that meet them. A warp multiplies RPW rows with 128 columns, all its weights in flight at once; the blocks exchange
-// their sums through distributed shared memory. Then each block collapses its channels (a second exchange gives the
-// norm), while one warp of the first block takes the Sinkhorn steps, a token a lane.
+// A cluster of CLUSTER blocks has TT tokens, a block SLICE channels of all N streams and the columns of fn that meet them.
+// fn is on its way before the kernel waits for the one before it: HELD quads of weights a thread in registers, the others in
+// shared memory, where each thread reads only what it copied itself. So a block leaves room for one of another kernel beside
+// it, and starts while that one runs. After the wait:
+//   1. the streams are mixed, rounded and written, a few channels of all N streams a thread
+//   2. a warp multiplies some rows of fn with its part of the columns; the blocks send each other their sums
+//   3. each block collapses its channels; the blocks send each other the squares for the norm
+//   4. meanwhile the last warp of block t takes the Sinkhorn steps of token t
+// The sends of 2 and 3 complete on a barrier of the receiver, which costs half of what a barrier of the cluster does.
 //
-// More tokens take two launches: hc_products (beyond 64 tokens a matrix product, see the op) and hc_finish.
-//
-// Defines: HEAD 0 or 1, N streams, H hidden, WARPS; for hc_collapse CLUSTER (H / CLUSTER a multiple of 8), RPW rows a
-// warp, TT; for hc_post: N, H, Y_FLOAT.
-#include "common.cuh"
+// Defines: N streams, H hidden, HEAD (no coefficients but pre; the streams are not written), POST (0: the streams are mixed
+// already), Y_FLOAT, CLUSTER, HELD, TT.
+#include "hyper_connection.cuh"
 
-constexpr int K = N * H;
-
-#ifdef HEAD
-constexpr int ROWS = HEAD ? N : 2 * N + N * N;
-constexpr int THREADS = WARPS * 32;
-#ifdef CLUSTER
-constexpr int SUMS = TT * (ROWS + 1);       // the last row is the square of the streams
-constexpr int SLICE = H / CLUSTER;          // channels of a block
+constexpr int WARPS = 16, THREADS = WARPS * 32;
+constexpr int SLICE = (H / 8 + CLUSTER - 1) / CLUSTER * 8;  // the last blocks may have fewer channels, or none
 constexpr int COLUMNS = N * SLICE;
-constexpr int CHUNKS = (COLUMNS + 127) / 128;  // a warp's step: 32 lanes x 4 columns
+constexpr int CHUNKS = (COLUMNS + 127) / 128;               // a warp's step: 32 lanes x 4 columns
+constexpr int RPW = ROWS < 3 ? ROWS : 3;                    // rows a warp
 constexpr int ROW_GROUPS = (ROWS + RPW - 1) / RPW;
-constexpr int COLLAPSERS = THREADS - 32;    // the last warp has the Sinkhorn steps
-constexpr int VECTORS = SLICE / 8;
-constexpr int ITEMS = TT * VECTORS;
-constexpr int PER_THREAD = (ITEMS + COLLAPSERS - 1) / COLLAPSERS;
-constexpr int HELD = TT * (RPW + 1);        // sums a lane accumulates
-constexpr int AT_ONCE = HELD <= 4 ? 4 : HELD <= 8 ? 8 : HELD <= 16 ? 16 : 32;
-constexpr int PADDED = (HELD + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-static_assert(H % (8 * CLUSTER) == 0 && TT <= 8 && TT < WARPS, "");
-#endif
+constexpr int COLUMN_GROUPS = WARPS / ROW_GROUPS;
+constexpr int STEPS = (CHUNKS + COLUMN_GROUPS - 1) / COLUMN_GROUPS;
+constexpr int QUADS = STEPS * RPW;                          // of weights a thread
+constexpr int KEPT = HELD < QUADS ? HELD : QUADS;
+constexpr int STRIDE = (ROWS + 4) / 4 * 4;                  // sums of a token: the rows', then the square of the streams
+constexpr int SUMS = TT * STRIDE;
+constexpr int BATCH = TT < 4 ? TT : 4;                      // tokens a warp multiplies at a time
+// Words of two channels of each stream a thread has in steps 1 and 3.
+constexpr int MIXED = TT * SLICE / 2 <= THREADS ? 1 : 2, A_TOKEN = SLICE / 2 / MIXED;
+constexpr int COLLAPSERS = WARPS - (HEAD ? 0 : 1);  // the last warp has the Sinkhorn steps
+constexpr int WORDS = TT * ((SLICE + 63) / 64) <= COLLAPSERS ? 1 : TT * ((SLICE + 127) / 128) <= COLLAPSERS ? 2 : 4;
+constexpr int PARTS = (SLICE + 64 * WORDS - 1) / (64 * WORDS);  // warps that share a token in step 3
+static_assert(H % 8 == 0 && TT * A_TOKEN <= THREADS && TT * PARTS <= COLLAPSERS && CLUSTER <= 32, "");
 
-DEVICE float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
+template <int Words>
+struct alignas(4 * Words) Vector {
+  u32 word[Words];
+};
 
-// Vector number v of the output.
-DEVICE uint4 normalised(uint4 collapsed, const float* norm_weight, int v, float rms) {
-  const float4* weight = reinterpret_cast<const float4*>(norm_weight) + 2 * v;
-  const float4 a = __ldg(weight), b = __ldg(weight + 1);
-  const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-  float value[8];
-  unpack8(collapsed, value);
+struct Shared {
+  float parts[COLUMN_GROUPS][SUMS];      // of this block
+  float all[CLUSTER][SUMS];              // of the cluster
+  float squares[TT][CLUSTER * PARTS];
+  alignas(16) float post[TT][N], comb[TT][N * N];  // the old ones; then what the new comb begins as
+  alignas(16) float norm[SLICE];
+  float base[ROWS], scale[3];
+  u64 arrived[2];                        // the sums, the squares
+};
+
+// What row `lane` of fn, or the square, gives for token t over all blocks.
+DEVICE float total(const Shared& shared, int t) {
+  const int lane = threadIdx.x & 31;
+  float sum[4] = {};
+  if (lane <= ROWS)
 #pragma unroll
-  for (int i = 0; i < 8; ++i) value[i] = value[i] * rms * w[i];
-  return pack8(value);
+    for (int r = 0; r < CLUSTER; ++r) sum[r % 4] += shared.all[r][t * STRIDE + lane];
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// The four (N) reciprocals by one division.
-DEVICE void reciprocals(const float (&x)[N], float (&r)[N]) {
-  float before[N + 1];
-  before[0] = 1.f;
-#pragma unroll
-  for (int i = 0; i < N; ++i) before[i + 1] = before[i] * x[i];
-  float rest = fast_reciprocal(before[N]);
-#pragma unroll
-  for (int i = N - 1; i >= 0; --i) {
-    r[i] = rest * before[i];
-    rest *= x[i];
-  }
-}
+// The inverse root mean square of token t's streams; `sum` as total() gave it.
+DEVICE float inverse_rms(float sum, float eps) { return rsqrtf(__shfl_sync(~0u, sum, ROWS) * (1.f / K) + eps); }
 
-// m: this token's products divided by their root mean square. After each Sinkhorn step comb is k[i][j] / (row[i] * column[j])
-// for the matrix k it began with: dividing row i by its sum + eps makes row[i] = sum over j of k[i][j] / column[j] + eps * row[i].
-DEVICE void mix(const float* m, const float* base, const float* scale, float hc_eps, int iterations, float* post,
-                float* comb) {
-  float k[N][N], row[N], column[N], by_row[N], by_column[N];
-#pragma unroll
-  for (int n = 0; n < N; ++n) post[n] = 2.f * sigmoid(m[N + n] * scale[1] + base[N + n]);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float top = NEG_INF, sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      k[i][j] = m[2 * N + i * N + j] * scale[2] + base[2 * N + i * N + j];
-      top = fmaxf(top, k[i][j]);
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) sum += k[i][j] = expf(k[i][j] - top);
-#pragma unroll
-    for (int j = 0; j < N; ++j) k[i][j] = __fdividef(k[i][j], sum) + hc_eps;
-    row[i] = column[i] = by_row[i] = 1.f;
-  }
-  for (int step = 0;; ++step) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      column[j] *= hc_eps;
-#pragma unroll
-      for (int i = 0; i < N; ++i) column[j] = fmaf(k[i][j], by_row[i], column[j]);
-    }
-    reciprocals(column, by_column);
-    if (step >= iterations - 1) break;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      row[i] *= hc_eps;
-#pragma unroll
-      for (int j = 0; j < N; ++j) row[i] = fmaf(k[i][j], by_column[j], row[i]);
-    }
-    reciprocals(row, by_row);
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-#pragma unroll
-    for (int j = 0; j < N; ++j) comb[i * N + j] = k[i][j] * by_row[i] * by_column[j];
-}
-
-#ifdef CLUSTER
-
-KERNEL __launch_bounds__(THREADS, 1)
-    hc_collapse(const u16* __restrict__ streams, const float* __restrict__ fn, const float* __restrict__ base,
-                const float* __restrict__ scale, const float* __restrict__ norm_weight, float eps, float hc_eps,
-                int iterations, int tokens, uint4* __restrict__ x_out, float* __restrict__ post,
-                float* __restrict__ comb) {
-  __shared__ float parts[CHUNKS][SUMS];    // of this block
-  __shared__ float all[CLUSTER][SUMS];     // of the cluster
-  __shared__ float norms[CLUSTER][TT];
-  __shared__ float m[SUMS];
-  __shared__ float squares[ITEMS];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2 : 1)
+    hc_mix(const void* y, const u32* streams, const float* post, const float* comb, const float* __restrict__ fn,
+           const float* __restrict__ base, const float* __restrict__ scale, const float* __restrict__ norm_weight, float eps,
+           float hc_eps, int iterations, int tokens, u32* mixed_out, u32* x_out, float* post_out, float* comb_out) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  float4(*weights)[THREADS] = reinterpret_cast<float4(*)[THREADS]>(memory);             // [QUADS - KEPT][THREADS]
+  u16(*mixed)[CHUNKS * 128] = reinterpret_cast<u16(*)[CHUNKS * 128]>(weights + QUADS - KEPT);  // [TT][columns]
+  __shared__ Shared shared;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank();
   const i64 token0 = static_cast<i64>(blockIdx.x / CLUSTER) * TT;
-  if (CLUSTER > 1) cluster_arrive();  // before the first exchange every block of the cluster has begun
+  let_next_kernel_start();
 
-  for (int tile = warp; tile < CHUNKS * ROW_GROUPS; tile += WARPS) {
-    const int chunk = tile % CHUNKS, first = tile / CHUNKS * RPW, local = chunk * 128 + lane * 4;
-    const bool inside = local < COLUMNS;
-    const int column = local / SLICE * H + rank * SLICE + local % SLICE;
-    float4 w[RPW];
+  const int column_group = warp % COLUMN_GROUPS, first_row = warp / COLUMN_GROUPS * RPW;
+  float4 kept[KEPT > 0 ? KEPT : 1];
 #pragma unroll
-    for (int i = 0; i < RPW; ++i)
-      w[i] = inside && first + i < ROWS
-                 ? __ldg(reinterpret_cast<const float4*>(fn + static_cast<i64>(first + i) * K + column))
-                 : make_float4(0.f, 0.f, 0.f, 0.f);
-    if (tile == warp) wait_for_previous_kernel();  // the weights are under way
+  for (int q = 0; q < QUADS; ++q) {
+    const int chunk = q / RPW * COLUMN_GROUPS + column_group, row = first_row + q % RPW;
+    const int local = chunk * 128 + lane * 4, channel = rank * SLICE + local % SLICE;
+    const bool exists = local < COLUMNS && channel < H && row < ROWS;
+    const float* from = fn + static_cast<i64>(row) * K + local / SLICE * H + channel;
+    if (q < KEPT) kept[q] = exists ? __ldg(reinterpret_cast<const float4*>(from)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    else copy_16(shared_address(&weights[q - KEPT][threadIdx.x]), from, exists ? 16 : 0);
+  }
+  const u32 arrived[2] = {shared_address(&shared.arrived[0]), shared_address(&shared.arrived[1])};
+  if (threadIdx.x == 0) {
+    barrier_init(arrived[0], 1);
+    barrier_init(arrived[1], 1);
+    barrier_init_done();
+    barrier_arrive_expecting(arrived[0], CLUSTER * SUMS * sizeof(float));
+    barrier_arrive_expecting(arrived[1], CLUSTER * PARTS * TT * sizeof(float));
+  }
+  cluster_arrive_relaxed();
+  if (threadIdx.x < ROWS) copy_4(shared_address(&shared.base[threadIdx.x]), base + threadIdx.x);
+  if (threadIdx.x < (HEAD ? 1 : 3)) copy_4(shared_address(&shared.scale[threadIdx.x]), scale + threadIdx.x);
+  if (threadIdx.x < SLICE / 4 && rank * SLICE + threadIdx.x * 4 < H)
+    copy_16(shared_address(&shared.norm[threadIdx.x * 4]), norm_weight + rank * SLICE + threadIdx.x * 4, 16);
+  for (int i = threadIdx.x; i < TT * (CHUNKS * 128 - COLUMNS); i += THREADS)
+    mixed[i % TT][COLUMNS + i / TT] = 0;
+  wait_for_previous_kernel();
+
+  {
+    // All that the kernel before wrote is on its way at once: what a thread mixes to itself, the coefficients to all.
+    const int t = threadIdx.x / A_TOKEN, local = threadIdx.x % A_TOKEN, v = rank * A_TOKEN + local;
+    const i64 token = token0 + t, at = token * N * (H / 2 / MIXED) + v;
+    const bool real = threadIdx.x < TT * A_TOKEN && token < tokens && v < H / 2 / MIXED;
+    Vector<MIXED> before[N] = {}, after[N] = {};
+    float2 update[MIXED];
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (real) before[n] = reinterpret_cast<const Vector<MIXED>*>(streams)[at + n * (H / 2 / MIXED)];
+    if (POST) {
+#pragma unroll
+      for (int i = 0; i < MIXED; ++i)
+        if (real) update[i] = load_pair(y, (token * (H / 2 / MIXED) + v) * MIXED + i);
+      if (threadIdx.x < TT * N && token0 + threadIdx.x / N < tokens)
+        copy_4(shared_address(&shared.post[0][threadIdx.x]), post + token0 * N + threadIdx.x);
+      if (threadIdx.x < TT * N * N && token0 + threadIdx.x / (N * N) < tokens)
+        copy_4(shared_address(&shared.comb[0][threadIdx.x]), comb + token0 * N * N + threadIdx.x);
+      wait_for_copies();
+      __syncthreads();
+    }
+    if (POST && real) {
+      alignas(16) float to[N], from[N * N];
+      load(shared.post[t], to);
+      load(shared.comb[t], from);
+#pragma unroll
+      for (int i = 0; i < MIXED; ++i) {
+        u32 old[N], fresh[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) old[n] = before[n].word[i];
+        mix(update[i], old, to, from, fresh);
+#pragma unroll
+        for (int n = 0; n < N; ++n) after[n].word[i] = fresh[n];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if (!POST) after[n] = before[n];
+      else if (!HEAD && real) reinterpret_cast<Vector<MIXED>*>(mixed_out)[at + n * (H / 2 / MIXED)] = after[n];
+      if (threadIdx.x < TT * A_TOKEN) reinterpret_cast<Vector<MIXED>*>(&mixed[t][n * SLICE])[local] = after[n];
+    }
+  }
+  wait_for_copies();
+  __syncthreads();
+
+#pragma unroll 1
+  for (int begin = 0; begin < TT; begin += BATCH) {
+    constexpr int COUNT = BATCH * (RPW + 1), PADDED = COUNT <= 8 ? 8 : COUNT <= 16 ? 16 : 32;
     float acc[PADDED] = {};
 #pragma unroll
-    for (int t = 0; t < TT; ++t) {
-      uint2 v = make_uint2(0, 0);
-      if (inside && token0 + t < tokens) v = *reinterpret_cast<const uint2*>(streams + (token0 + t) * K + column);
-      const float4 x = make_float4(bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y));
+    for (int s = 0; s < STEPS; ++s) {
+      const int chunk = s * COLUMN_GROUPS + column_group;
+      if (STEPS * COLUMN_GROUPS > CHUNKS && chunk >= CHUNKS) break;
+      if (BATCH == 4) __syncwarp();  // loads of the next step begun here would take registers that there are not
+      float4 x[BATCH];
 #pragma unroll
-      for (int i = 0; i < RPW; ++i) acc[t * (RPW + 1) + i] = dot4(w[i], x, 0.f);
-      acc[t * (RPW + 1) + RPW] = dot4(x, x, 0.f);
-    }
+      for (int t = 0; t < BATCH; ++t) {
+        const uint2 v = reinterpret_cast<const uint2*>(mixed[begin + t])[chunk * 32 + lane];
+        x[t] = make_float4(bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y));
+        acc[t * (RPW + 1) + RPW] = dot4(x[t], x[t], acc[t * (RPW + 1) + RPW]);
+      }
 #pragma unroll
-    for (int begin = 0; begin < PADDED; begin += AT_ONCE) {
-      float some[AT_ONCE];
+      for (int i = 0; i < RPW; ++i) {
+        const int q = s * RPW + i;
+        const float4 w = q < KEPT ? kept[q] : weights[q - KEPT][threadIdx.x];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) some[i] = acc[begin + i];
-      const float sum = warp_sums(some);
-      const int index = begin + reduced_index<AT_ONCE>(), t = index / (RPW + 1), i = index % (RPW + 1);
-      if (lane % (32 / AT_ONCE) == 0 && index < HELD) {
-        if (i < RPW ? first + i < ROWS : first == 0) parts[chunk][t * (ROWS + 1) + (i < RPW ? first + i : ROWS)] = sum;
+        for (int t = 0; t < BATCH; ++t) acc[t * (RPW + 1) + i] = dot4(w, x[t], acc[t * (RPW + 1) + i]);
       }
     }
-  }
-  wait_for_previous_kernel();
-  uint4 x[PER_THREAD][N];
-#pragma unroll
-  for (int p = 0; p < PER_THREAD; ++p) {
-    const int item = p * COLLAPSERS + threadIdx.x;
-    const i64 token = token0 + item / VECTORS;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      x[p][n] = make_uint4(0, 0, 0, 0);
-      if (warp < WARPS - 1 && item < ITEMS && token < tokens)
-        x[p][n] = reinterpret_cast<const uint4*>(streams)[(token * N + n) * (H / 8) + rank * VECTORS + item % VECTORS];
+    const float sum = warp_sums(acc);
+    const int index = reduced_index<PADDED>(), t = begin + index / (RPW + 1), i = index % (RPW + 1);
+    if (lane % (32 / PADDED) == 0 && index < COUNT) {
+      const int row = i < RPW ? first_row + i : ROWS;
+      if (i < RPW ? row < ROWS : first_row == 0) shared.parts[column_group][t * STRIDE + row] = sum;
     }
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_wait();
-  for (int i = threadIdx.x; i < SUMS * CLUSTER; i += THREADS) {
-    float sum = 0.f;
+  cluster_wait();  // every block of the cluster has its barriers
+  for (int i = threadIdx.x; i < SUMS / 4 * CLUSTER; i += THREADS) {
+    const int quad = i % (SUMS / 4), to = i / (SUMS / 4);
+    float sum[4] = {};
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) sum += parts[c][i % SUMS];
-    if (CLUSTER > 1) store_remote(&all[rank][i % SUMS], i / SUMS, sum);
-    else all[0][i] = sum;
-  }
-  if (CLUSTER > 1) cluster_arrive(), cluster_wait();
-  else __syncthreads();
-  for (int i = threadIdx.x; i < SUMS; i += THREADS) {
-    float sum = 0.f;
-#pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) sum += all[r][i];
-    m[i] = sum;
-  }
-  __syncthreads();
-
-  if (warp == WARPS - 1) {
-    if (CLUSTER > 1) cluster_arrive();
-    if (!HEAD && rank == 0 && lane < TT && token0 + lane < tokens) {
-      const float* sums = m + lane * (ROWS + 1);
-      const float r = rsqrtf(sums[ROWS] * (1.f / K) + eps);
-      float mine[ROWS];
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) mine[i] = sums[i] * r;
-      mix(mine, base, scale, hc_eps, iterations, post + (token0 + lane) * N, comb + (token0 + lane) * N * N);
+    for (int g = 0; g < COLUMN_GROUPS; ++g) {
+      const float4 part = reinterpret_cast<const float4*>(shared.parts[g])[quad];
+      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
-    __syncwarp();
-    if (CLUSTER > 1) cluster_wait();
-    return;
+    peer_store_async(peer_address(shared_address(&shared.all[rank][quad * 4]), to), sum, peer_address(arrived[0], to));
   }
 
-  uint4 collapsed[PER_THREAD];
-#pragma unroll
-  for (int p = 0; p < PER_THREAD; ++p) {
-    const int item = p * COLLAPSERS + threadIdx.x;
-    if (item >= ITEMS) continue;
-    const float* sums = m + item / VECTORS * (ROWS + 1);
-    const float r = rsqrtf(sums[ROWS] * (1.f / K) + eps);
-    float sum[8] = {}, one[8], square = 0.f;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const float pre = sigmoid(sums[n] * r * scale[0] + base[n]) + hc_eps;
-      unpack8(x[p][n], one);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = fmaf(pre, one[i], sum[i]);
+  if (!HEAD && warp == WARPS - 1) {
+    barrier_wait_cluster(arrived[0], 0);
+    for (int t = rank; t < TT; t += CLUSTER) {
+      const float sum = total(shared, t), r = inverse_rms(sum, eps);
+      if (token0 + t < tokens)
+        begin_coefficients(sum * r, shared.base, shared.scale, hc_eps, post_out + (token0 + t) * N, shared.comb[t]);
     }
-    collapsed[p] = pack8(sum);
-    unpack8(collapsed[p], sum);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) square = fmaf(sum[i], sum[i], square);
-    squares[item] = square;
+    const int t = rank + lane * CLUSTER;
+    if (t < TT && token0 + t < tokens) sinkhorn(shared.comb[t], hc_eps, iterations, comb_out + (token0 + t) * N * N);
   }
-  barrier(1, COLLAPSERS);
-  if (warp < TT) {
-    float sum = 0.f;
-    for (int v = lane; v < VECTORS; v += 32) sum += squares[warp * VECTORS + v];
-    sum = warp_sum(sum);
-    if (CLUSTER > 1) {
-      if (lane < CLUSTER) store_remote(&norms[rank][warp], lane, sum);
-    } else if (lane == 0) {
-      norms[0][warp] = sum;
+  const int t = warp / PARTS, part = warp % PARTS, local = part * 32 + lane, v = rank * (SLICE / 2 / WORDS) + local;
+  if (t >= TT) return;
+  const bool exists = local < SLICE / 2 / WORDS && v < H / 2 / WORDS;
+  barrier_wait_cluster(arrived[0], 0);
+  const float sum = total(shared, t), r = inverse_rms(sum, eps);
+  const float pre = lane < N ? sigmoid(sum * r * shared.scale[0] + shared.base[lane]) + hc_eps : 0.f;
+  float2 collapsed[WORDS] = {};
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float weight = __shfl_sync(~0u, pre, n);
+    if (!exists) continue;
+    const Vector<WORDS> x = reinterpret_cast<const Vector<WORDS>*>(&mixed[t][n * SLICE])[local];
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      collapsed[i].x = fmaf(weight, bf16_low(x.word[i]), collapsed[i].x);
+      collapsed[i].y = fmaf(weight, bf16_high(x.word[i]), collapsed[i].y);
     }
   }
-  if (CLUSTER > 1) cluster_arrive(), cluster_wait();
-  else barrier(1, COLLAPSERS);
+  float square = 0.f;
 #pragma unroll
-  for (int p = 0; p < PER_THREAD; ++p) {
-    const int item = p * COLLAPSERS + threadIdx.x, t = item / VECTORS;
-    if (item >= ITEMS || token0 + t >= tokens) continue;
-    float sum = 0.f;
-#pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) sum += norms[r][t];
-    const float rms = rsqrtf(sum * (1.f / H) + eps);
-    const int v = rank * VECTORS + item % VECTORS;
-    x_out[(token0 + t) * (H / 8) + v] = normalised(collapsed[p], norm_weight, v, rms);
+  for (int i = 0; i < WORDS; ++i) {
+    collapsed[i] = make_float2(round_bf16(collapsed[i].x), round_bf16(collapsed[i].y));
+    square = fmaf(collapsed[i].x, collapsed[i].x, fmaf(collapsed[i].y, collapsed[i].y, square));
   }
+  square = warp_sum(square);
+  if (lane < CLUSTER)
+    peer_store_async(peer_address(shared_address(&shared.squares[t][rank * PARTS + part]), lane), square,
+                     peer_address(arrived[1], lane));
+  barrier_wait_cluster(arrived[1], 0);
+  square = 0.f;
+#pragma unroll
+  for (int i = 0; i < CLUSTER * PARTS; i += 32)
+    if (i + lane < CLUSTER * PARTS) square += shared.squares[t][i + lane];
+  const float rms = rsqrtf(warp_sum(square) * (1.f / H) + eps);
+  if (!exists || token0 + t >= tokens) return;
+  Vector<WORDS> x;
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) {
+    const float2 weight = reinterpret_cast<const float2*>(shared.norm)[local * WORDS + i];
+    x.word[i] = pack_bf16(collapsed[i].x * rms * weight.x, collapsed[i].y * rms * weight.y);
+  }
+  reinterpret_cast<Vector<WORDS>*>(x_out)[(token0 + t) * (H / 2 / WORDS) + v] = x;
 }
-
-#else
-
-constexpr int RPW = (ROWS + WARPS - 1) / WARPS, UNITS = (K + 127) / 128, TT = 8;
-constexpr int HELD = RPW * TT, PADDED = HELD <= 8 ? 8 : HELD <= 16 ? 16 : 32;
-constexpr int VECTORS = H / 8, PER_THREAD = (VECTORS + THREADS - 1) / THREADS;
-static_assert(HELD <= 32 && ROWS <= THREADS, "");
-
-// Blocks (part of the columns, 8 tokens): products [T, gridDim.x, ROWS] of the streams with fn, a sum a part.
-KERNEL __launch_bounds__(THREADS)
-    hc_products(const u16* __restrict__ streams, const float* __restrict__ fn, int tokens,
-                float* __restrict__ products) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * RPW;
-  const i64 token0 = static_cast<i64>(blockIdx.y) * TT;
-  float acc[PADDED] = {};
-  wait_for_previous_kernel();
-#pragma unroll 2
-  for (int unit = blockIdx.x; unit < UNITS; unit += gridDim.x) {
-    const int column = unit * 128 + lane * 4;
-    if (column >= K) continue;
-    float4 w[RPW];
-#pragma unroll
-    for (int i = 0; i < RPW; ++i)
-      w[i] = first + i < ROWS ? __ldg(reinterpret_cast<const float4*>(fn + static_cast<i64>(first + i) * K + column))
-                              : make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int t = 0; t < TT; ++t) {
-      uint2 v = make_uint2(0, 0);
-      if (token0 + t < tokens) v = __ldg(reinterpret_cast<const uint2*>(streams + (token0 + t) * K + column));
-      const float4 x = make_float4(bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y));
-#pragma unroll
-      for (int i = 0; i < RPW; ++i) acc[t * RPW + i] = dot4(w[i], x, acc[t * RPW + i]);
-    }
-  }
-  const float sum = warp_sums(acc);
-  const int index = reduced_index<PADDED>(), row = first + index % RPW;
-  const i64 token = token0 + index / RPW;
-  if (lane % (32 / PADDED) == 0 && index < HELD && row < ROWS && token < tokens)
-    products[(token * gridDim.x + blockIdx.x) * ROWS + row] = sum;
-}
-
-// One block a token: the rest of hc_collapse, from products [T, parts, ROWS]. The last warp has the Sinkhorn steps.
-KERNEL __launch_bounds__(THREADS + 32)
-    hc_finish(const uint4* __restrict__ streams, const float* __restrict__ products, const float* __restrict__ base,
-              const float* __restrict__ scale, const float* __restrict__ norm_weight, float eps, float hc_eps,
-              int iterations, int parts, uint4* __restrict__ x_out, float* __restrict__ post,
-              float* __restrict__ comb) {
-  constexpr int SPREAD = THREADS / ROWS;  // threads that share a row's parts
-  __shared__ float some[SPREAD][ROWS], m[ROWS], scratch[2][WARPS], total[1];
-  const int warp = threadIdx.x >> 5;
-  const i64 token = blockIdx.x;
-  uint4 x[PER_THREAD][N];
-  wait_for_previous_kernel();
-  if (warp < WARPS) {
-    float square = 0.f, one[8];
-#pragma unroll
-    for (int p = 0; p < PER_THREAD; ++p)
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const int v = p * THREADS + threadIdx.x;
-        x[p][n] = v < VECTORS ? streams[(token * N + n) * VECTORS + v] : make_uint4(0, 0, 0, 0);
-      }
-    if (threadIdx.x < SPREAD * ROWS) {
-      float sum = 0.f;
-      for (int part = threadIdx.x / ROWS; part < parts; part += SPREAD)
-        sum += products[(token * parts + part) * ROWS + threadIdx.x % ROWS];
-      some[threadIdx.x / ROWS][threadIdx.x % ROWS] = sum;
-    }
-#pragma unroll
-    for (int p = 0; p < PER_THREAD; ++p)
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        unpack8(x[p][n], one);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) square = fmaf(one[i], one[i], square);
-      }
-    square = block_sum<WARPS>(square, scratch[0], 1);
-    if (threadIdx.x < ROWS) {
-      float sum = 0.f;
-      for (int i = 0; i < SPREAD; ++i) sum += some[i][threadIdx.x];
-      m[threadIdx.x] = sum * rsqrtf(square * (1.f / K) + eps);
-    }
-  }
-  __syncthreads();
-  if (warp == WARPS) {
-    if (!HEAD && threadIdx.x == THREADS) mix(m, base, scale, hc_eps, iterations, post + token * N, comb + token * N * N);
-    return;
-  }
-  float pre[N], square = 0.f, one[8];
-  uint4 collapsed[PER_THREAD];
-#pragma unroll
-  for (int n = 0; n < N; ++n) pre[n] = sigmoid(m[n] * scale[0] + base[n]) + hc_eps;
-#pragma unroll
-  for (int p = 0; p < PER_THREAD; ++p) {
-    float sum[8] = {};
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      unpack8(x[p][n], one);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = fmaf(pre[n], one[i], sum[i]);
-    }
-    collapsed[p] = pack8(sum);
-    unpack8(collapsed[p], sum);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) square = fmaf(sum[i], sum[i], square);
-  }
-  const float rms = rsqrtf(block_sum<WARPS>(square, scratch[1], 1) * (1.f / H) + eps);
-#pragma unroll
-  for (int p = 0; p < PER_THREAD; ++p) {
-    const int v = p * THREADS + threadIdx.x;
-    if (v < VECTORS) x_out[token * VECTORS + v] = normalised(collapsed[p], norm_weight, v, rms);
-  }
-}
-
-#endif
-
-#else
-
-// blocks (8-channel vectors, token)
-KERNEL hc_post(const void* __restrict__ y, const uint4* __restrict__ streams, const float* __restrict__ post,
-               const float* __restrict__ comb, uint4* __restrict__ out) {
-  const int v = blockIdx.x * blockDim.x + threadIdx.x;
-  const i64 token = blockIdx.y;
-  wait_for_previous_kernel();
-  if (v >= H / 8) return;
-  float one[8], sum[N][8], update[8];
-  uint4 x[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) x[j] = streams[(token * N + j) * (H / 8) + v];
-  if (Y_FLOAT) {
-    const float4* row = static_cast<const float4*>(y) + 2 * (token * (H / 8) + v);
-    const float4 a = row[0], b = row[1];
-    update[0] = a.x; update[1] = a.y; update[2] = a.z; update[3] = a.w;
-    update[4] = b.x; update[5] = b.y; update[6] = b.z; update[7] = b.w;
-  } else {
-    unpack8(static_cast<const uint4*>(y)[token * (H / 8) + v], update);
-  }
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    const float weight = post[token * N + k];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[k][i] = weight * update[i];
-  }
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    unpack8(x[j], one);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float weight = comb[(token * N + j) * N + k];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum[k][i] = fmaf(weight, one[i], sum[k][i]);
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < N; ++k) out[(token * N + k) * (H / 8) + v] = pack8(sum[k]);
-}
-
-#endif

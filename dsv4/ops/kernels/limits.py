@@ -26,6 +26,9 @@ def _raise(kernel: Kernel, device: int, shared: int, large_cluster: bool) -> Non
         wanted[names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
     status, function = driver.cuKernelGetFunction(driver.CUkernel(int(kernel._get(device)._handle)))
     for name, value in wanted.items():
+        if status == driver.CUresult.CUDA_SUCCESS:  # another launch of the kernel may need more than this one
+            status, allowed = driver.cuFuncGetAttribute(name, function)
+            value = max(value, allowed)
         if status == driver.CUresult.CUDA_SUCCESS:
             (status,) = driver.cuFuncSetAttribute(function, name, value)
     if status != driver.CUresult.CUDA_SUCCESS:

@@ -1,4 +1,4 @@
-"""Launches of the expert kernels: moe_experts.cu for decode, moe_prefill.cu for many tokens."""
+"""Launches of the expert kernels: moe_token.cu for one token, moe_experts.cu for up to 64, moe_prefill.cu for more."""
 
 from typing import NamedTuple
 
@@ -7,40 +7,87 @@ from torch import Tensor
 
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.limits import raised
-from dsv4.ops.kernels.stream import (
-    BF16,
-    FORMATS,
-    FP4,
-    Format,
-    Plan,
-    check_weight,
-    processors,
-    ready,
-    ring_plan,
-    rows_of,
-    steps_of,
-)
+from dsv4.ops.kernels.moe_plans import MOST_PICKS, ExpertsPlan, TokenPlan, experts_plan, token_plan
+from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8, check_weight, processors, ready, rows_of
 
-ENTRIES = 512  # (token, choice) pairs of a decode launch
+ENTRIES = 512  # (token, choice) pairs of a decode launch, those of a shared expert among them
 MANY_ENTRIES = 32768  # and of a prefill launch, which keeps a float32 result of each
 DECODE_TOKENS = 64
-PREFILL_BYTES = 6 * 128 * 128  # of dynamic shared memory in a prefill block
 TILE = 128  # entries and weight rows of a prefill block
-SOURCE = "moe_experts.cu"
-COMBINE = "FMT=0", "WARPS=4", "KW=4", "NT=1", "STAGES=3", "TAIL=0"  # moe_combine uses none of them
+TOKEN, EXPERTS, PREFILL = "moe_token.cu", "moe_experts.cu", "moe_prefill.cu"
+# moe_combine uses none of them
+COMBINE = "FMT=0", "WARPS=4", "KW=4", "NT=1", "MT=1", "STAGES=3", "TAIL=0", "SHARED=0"
 
 
 class Weights(NamedTuple):
-    """A stack of expert matrices: codes, and for NVFP4 block scales and the float32 scales of their matrices."""
+    """A stack of expert matrices, or the shared expert's one: codes; scales of their blocks, for NVFP4 in E4M3 and for FP8
+    in float32; the float32 scales of NVFP4 matrices."""
 
     codes: Tensor
     scales: Tensor | None = None
     scale_2: Tensor | None = None
 
 
-def check(name: str, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weights, down: Weights) -> tuple[int, int, int]:
-    """(format, inter, experts) of the weights; ValueError for what the kernels do not read."""
+class Shared(NamedTuple):
+    """The FP8 matrices of a shared expert beside the stack."""
+
+    gate_up: Weights
+    down: Weights
+
+
+class Call(NamedTuple):
+    """What all launches of one call have in common. The kernels' arguments for the shared expert are null without one."""
+
+    number: int
+    gate_up: Weights
+    down: Weights
+    shared: Shared | None
+    shared_last: bool
+    limit: float
+    inter: int
+    count: int
+
+    @property
+    def shared_gate_up(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.shared.gate_up[:2] if self.shared else (None, None)
+
+    @property
+    def shared_down(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.shared.down[:2] if self.shared else (None, None)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether there is a shared expert, so that the result is what the layer gives on."""
+        return self.shared is not None or self.shared_last
+
+
+def _blocks(size: int) -> int:
+    return -(-size // 128)
+
+
+def _check_stack(
+    name: str, part: str, number: int, stack: Weights, leading: tuple, halves: int, rows: int, width: int
+) -> None:
+    """ValueError unless the kernels can read `halves` * rows x width matrices of this format."""
+    device = stack.codes.device
+    FORMATS[number].check(width, f"{name} {part}")
+    dtype = {BF16: torch.bfloat16, FP8: torch.float8_e4m3fn, FP4: torch.uint8}[number]
+    columns = width // 2 if number == FP4 else width
+    check_weight(f"{name} {part}", stack.codes, dtype, (*leading, halves * rows, columns), device)
+    if number == FP8:
+        shape = (*leading, halves * _blocks(rows), _blocks(width))
+        check_weight(f"{name} {part}_scale", stack.scales, torch.float32, shape, device)
+    if number == FP4:
+        shape = (*leading, halves * rows, width // 16)
+        check_weight(f"{name} {part}_scale", stack.scales, torch.float8_e4m3fn, shape, device)
+        shape = (*leading, halves) if halves > 1 else leading
+        check_weight(f"{name} {part}_scale_2", stack.scale_2, torch.float32, shape, device)
+
+
+def check(name: str, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> None:
+    """ValueError for what the kernels do not read."""
     tokens, hidden = x.shape
+    number, inter, count = call.number, call.inter, call.count
     if x.dtype != torch.bfloat16:
         raise ValueError(f"{name}: x has dtype {x.dtype}, expected bfloat16 or float32")
     k = experts.shape[1]
@@ -49,52 +96,18 @@ def check(name: str, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weigh
             f"{name}: experts {experts.dtype} {tuple(experts.shape)} and weights {weights.dtype} {tuple(weights.shape)}, "
             f"expected int32 and float32 [{tokens}, k]"
         )
-    if experts.shape[0] != tokens or not 1 <= k <= ENTRIES:
-        raise ValueError(f"{name}: experts {tuple(experts.shape)} for {tokens} tokens, 1 to {ENTRIES} choices a token")
-    count, inter = down.codes.shape[0], gate_up.codes.shape[1] // 2
-    number = FP4 if gate_up.scales is not None else BF16
+    if experts.shape[0] != tokens or not 1 <= k < ENTRIES:
+        raise ValueError(f"{name}: experts {tuple(experts.shape)} for {tokens} tokens, 1 to {ENTRIES - 1} choices a token")
     if inter % 8 or hidden % 8 or count > 32767:
         raise ValueError(
             f"{name}: {count} experts of {inter} x {hidden}, expected sizes divisible by 8, under 32768 experts"
         )
-    per_code, dtype = (2, torch.uint8) if number == FP4 else (1, torch.bfloat16)
-    for part, stack, rows, width in (("gate_up", gate_up, 2 * inter, hidden), ("down", down, hidden, inter)):
-        FORMATS[number].check(width, f"{name} {part}")
-        check_weight(f"{name} {part}", stack.codes, dtype, (count, rows, width // per_code), x.device)
-        if number == FP4:
-            shape = (count, rows, width // 16)
-            check_weight(f"{name} {part}_scale", stack.scales, torch.float8_e4m3fn, shape, x.device)
-            shape = (count, 2) if part == "gate_up" else (count,)
-            check_weight(f"{name} {part}_scale_2", stack.scale_2, torch.float32, shape, x.device)
-    return number, inter, count
-
-
-def plan_of(form: Format, width: int, rows: int, tile: int, tokens: int, work: float, sms: int) -> Plan | None:
-    """The plan that should take the fewest clocks: `work` segments of tiles of `tile` rows for each row group of warps. A
-    tile costs about 1000 clocks beside its steps, a step 140 for each warp (measured on an H200)."""
-    best, steps = None, steps_of(form, width)
-    for warps in (16, 12, 8, 4):
-        for kw in (w for w in (1, 2, 4, 6, 8, 12, 16) if warps % w == 0):
-            plan = ring_plan(form, width, tokens, warps, kw)
-            if plan:
-                items = -(-(work * -(-rows // (tile * (warps // kw)))) // sms)
-                cost = items * (1000 + -(-steps // kw) * 140 * max(warps, 9)), plan.warps
-                best = min(best, (cost, plan), key=lambda b: b[0]) if best else (cost, plan)
-    return best and best[1]
-
-
-def plans(number: int, hidden: int, inter: int, tokens: int, k: int, count: int, sms: int) -> tuple[Plan, Plan, bool]:
-    """The plans of gate_up and down, and whether down is the kernel for one token."""
-    form, rows = FORMATS[number], min(tokens * k, 8)
-    work = count * (1 - (1 - min(k, count) / count) ** tokens)  # expected different experts
-    up = plan_of(form, hidden, inter, 8, 1 if tokens == 1 else rows, work, sms)
-    down = ring_plan(form, inter, k, 16, 4) if tokens == 1 and k <= 16 else None
-    one = down is not None
-    if not one:
-        down = plan_of(form, inter, hidden, 16, rows, work, sms)
-    if up is None or down is None:
-        raise ValueError(f"moe: experts of {inter} x {hidden} do not fit in shared memory")
-    return up, down, one
+    stacks = [(number, call.gate_up, call.down, (count,), "")]
+    if call.shared:
+        stacks.append((FP8, *call.shared, (), "shared_"))
+    for form, gate_up, down, leading, prefix in stacks:
+        _check_stack(name, f"{prefix}gate_up", form, gate_up, leading, 2, inter, hidden)
+        _check_stack(name, f"{prefix}down", form, down, leading, 1, hidden, inter)
 
 
 def run_experts(
@@ -105,67 +118,121 @@ def run_experts(
     gate_up: Weights,
     down: Weights,
     limit: float,
-    pdl: bool = True,
-    chosen=None,
+    shared_last: bool = False,
+    shared: Shared | None = None,
 ) -> Tensor:
-    """float32 [T, H]. Up to 64 tokens: two launches for one token, three for more."""
-    number, inter, count = check(name, x, experts, weights, gate_up, down)
+    """[T, H]: bf16 with a shared expert, which is the stack's last or FP8 beside it; else float32. Two launches for one
+    token, three for up to 64."""
+    number = {torch.uint8: FP4, torch.float8_e4m3fn: FP8}.get(gate_up.codes.dtype, BF16)
+    inter, count = gate_up.codes.shape[1] // 2, down.codes.shape[0]
+    call = Call(number, gate_up, down, shared, shared_last, limit, inter, count)
+    check(name, x, experts, weights, call)
     tokens, hidden = x.shape
-    k = experts.shape[1]
-    y = torch.empty((tokens, hidden), dtype=torch.float32, device=x.device)
+    y = torch.empty((tokens, hidden), dtype=x.dtype if call.is_rounded else torch.float32, device=x.device)
     x, experts, weights = rows_of(x, hidden), experts.contiguous(), weights.contiguous()
     many = tokens > DECODE_TOKENS
-    most = max(1, (MANY_ENTRIES if many else ENTRIES) // k)
+    most = max(1, (MANY_ENTRIES if many else ENTRIES) // (experts.shape[1] + 1))
     for start in range(0, tokens, most):
         part = slice(start, start + most)
-        arguments = number, x[part], experts[part], weights[part], gate_up, down, y[part], limit, inter, count
-        if many:
-            _run_many(*arguments)
-        else:
-            _run(*arguments, pdl, chosen)
+        run = _run_many if many else _run
+        run(call, x[part], experts[part], weights[part], y[part])
     return y
 
 
-def _run(number, x, experts, weights, gate_up, down, y, limit, inter, count, pdl, chosen) -> None:
-    tokens, hidden = x.shape
-    k = experts.shape[1]
-    entries = tokens * k
-    sms = processors(x.device.index)
-    up_plan, down_plan, one = chosen or plans(number, hidden, inter, tokens, k, count, sms)
-    h = torch.empty((entries, inter), dtype=x.dtype, device=x.device)
-    ready(SOURCE, "moe_gate_up", *up_plan.defines(number))(
-        sms, up_plan.threads, x, experts, weights, *gate_up, h, entries, k, hidden, inter, count, limit,
-        shared=up_plan.shared, pdl=pdl,
-    )  # fmt: skip
-    out = y if one else torch.empty((entries, hidden), dtype=torch.float32, device=x.device)
-    ready(SOURCE, "moe_down_one" if one else "moe_down", *down_plan.defines(number))(
-        sms, down_plan.threads, h, experts, *down, out, entries, inter, hidden, count,
-        shared=down_plan.shared, pdl=pdl,
-    )  # fmt: skip
-    if not one:
-        kernel(SOURCE, "moe_combine", *COMBINE)(
-            (-(-hidden // 512), tokens), 128, out, experts, y, hidden, k, count, pdl=pdl
+def _run(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor) -> None:
+    (tokens, hidden), k, sms = x.shape, experts.shape[1], processors(x.device.index)
+    picks, beside = k + call.shared_last, call.shared is not None
+    if tokens == 1 and picks <= MOST_PICKS:
+        plans = (
+            token_plan(call.number, True, hidden, call.inter, picks, beside, sms),
+            token_plan(call.number, False, call.inter, hidden, picks, beside, sms),
         )
+        if None not in plans:
+            return _run_token(call, x, experts, weights, y, *plans)
+    plans = (
+        experts_plan(call.number, True, hidden, tokens, beside),
+        experts_plan(call.number, False, call.inter, tokens, beside),
+    )
+    if None in plans:
+        raise ValueError(f"moe: experts of {call.inter} x {hidden} do not fit in shared memory")
+    return _run_several(call, x, experts, weights, y, *plans)
 
 
-def _run_many(number, x, experts, weights, gate_up, down, y, limit, inter, count) -> None:
-    tokens, hidden = x.shape
-    k = experts.shape[1]
-    entries = tokens * k
-    flat = experts.view(-1)
-    keys, order = torch.sort(torch.where((flat >= 0) & (flat < count), flat, count), stable=True)
+def _run_token(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor, up: TokenPlan, down: TokenPlan) -> None:
+    hidden, k, sms = x.shape[1], experts.shape[1], processors(x.device.index)
+    h = torch.empty((k + 1, call.inter), dtype=x.dtype, device=x.device)
+    ready(TOKEN, "moe_token_gate_up", *up.defines(call.number))(
+        sms, up.warps * 32, x, experts, weights, *call.gate_up, *call.shared_gate_up, *call.down[:2], call.shared_down[0],
+        h, k, call.shared_last, hidden, call.inter, call.count, up.slots, call.limit, shared=up.bytes, pdl=True,
+    )  # fmt: skip
+    ready(TOKEN, "moe_token_down", *down.defines(call.number))(
+        sms, down.warps * 32, h, experts, *call.down, *call.shared_down, y, k, call.shared_last, call.inter, hidden,
+        call.count, down.slots, call.is_rounded, shared=down.bytes, pdl=True,
+    )  # fmt: skip
+
+
+def _run_several(
+    call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor, up: ExpertsPlan, down: ExpertsPlan
+) -> None:
+    (tokens, hidden), k, sms, beside = x.shape, experts.shape[1], processors(x.device.index), call.shared is not None
+    entries = tokens * (k + call.is_rounded)
+    h = torch.empty((entries, call.inter), dtype=x.dtype, device=x.device)
+    out = torch.empty((entries, hidden), dtype=torch.float32, device=x.device)
+    sizes = tokens, k, call.shared_last
+    ready(EXPERTS, "moe_gate_up", *up.defines(call.number, beside))(
+        sms, up.warps * 32, x, experts, weights, *call.gate_up, *call.shared_gate_up, h, *sizes, hidden, call.inter,
+        call.count, call.limit, shared=up.bytes, pdl=True,
+    )  # fmt: skip
+    ready(EXPERTS, "moe_down", *down.defines(call.number, beside))(
+        sms, down.warps * 32, h, experts, *call.down, *call.shared_down, out, *sizes, call.inter, hidden, call.count,
+        shared=down.bytes, pdl=True,
+    )  # fmt: skip
+    _combine(call, out, experts, y, pdl=True)
+
+
+def _combine(call: Call, out: Tensor, experts: Tensor, y: Tensor, pdl: bool) -> None:
+    (tokens, hidden), k = y.shape, experts.shape[1]
+    grid = -(-hidden // 512), tokens
+    kernel(EXPERTS, "moe_combine", *COMBINE)(
+        grid, 128, out, experts, y, tokens, hidden, k, call.count, call.is_rounded, pdl=pdl
+    )
+
+
+def _run_many(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor) -> None:
+    (tokens, hidden), k = x.shape, experts.shape[1]
+    out = torch.empty((tokens * (k + call.is_rounded), hidden), dtype=torch.float32, device=x.device)
+    flat, shares = experts.view(-1), weights.view(-1)
+    if call.shared_last:
+        flat = torch.cat((flat, flat.new_full((tokens,), call.count - 1)))
+        shares = torch.cat((shares, shares.new_ones(tokens)))
+    _prefill(call, call.number, call.gate_up, call.down, x, flat, shares, out, k)
+    if call.shared:
+        none, ones = flat.new_zeros(tokens), shares.new_ones(tokens)
+        _prefill(call, FP8, *call.shared, x, none, ones, out[tokens * k :], 1)
+    _combine(call, out, experts, y, pdl=False)
+
+
+def _prefill(call, number, gate_up, down, x, experts, weights, out, k) -> None:
+    """out [entry, H] of entries (token, choice) with k choices a token, and from entry tokens * k on one more a token."""
+    (tokens, hidden), entries = x.shape, experts.shape[0]
+    count = down.codes.shape[0] if down.codes.dim() == 3 else 1
+    keys, order = torch.sort(torch.where((experts >= 0) & (experts < count), experts, count), stable=True)
     bounds = torch.searchsorted(keys, torch.arange(count + 1, dtype=keys.dtype, device=x.device))
     tile_ends = ((bounds.diff() + TILE - 1) // TILE).cumsum(0)
     most = entries // TILE + min(count, entries)
-    h = torch.empty((entries, inter), dtype=x.dtype, device=x.device)
-    out = torch.empty((entries, hidden), dtype=torch.float32, device=x.device)
+    h = torch.empty((entries, call.inter), dtype=x.dtype, device=x.device)
+    shared = prefill_bytes(number)
     for gated, source, target, stack, width, rows in (
-        (1, x, h, gate_up, hidden, inter), (0, h, out, down, inter, hidden)
+        (1, x, h, gate_up, hidden, call.inter), (0, h, out, down, call.inter, hidden)
     ):  # fmt: skip
-        function = raised(kernel("moe_prefill.cu", "moe_prefill", f"FMT={number}", f"GATE_UP={gated}"), PREFILL_BYTES)
+        function = raised(kernel(PREFILL, "moe_prefill", f"FMT={number}", f"GATE_UP={gated}"), shared)
         function(
             (-(-rows // (TILE // 2 if gated else TILE)), most), 256,
-            source, order, bounds, tile_ends, weights, *stack, target, k, width, rows, count, limit, shared=PREFILL_BYTES,
+            source, order, bounds, tile_ends, weights, *stack, target, tokens, k, width, rows, count, call.limit,
+            shared=shared,
         )  # fmt: skip
-    combine = kernel(SOURCE, "moe_combine", *COMBINE)
-    combine((-(-hidden // 512), tokens), 128, out, experts, y, hidden, k, count)
+
+
+def prefill_bytes(number: int) -> int:
+    """Of dynamic shared memory in a prefill block: tiles of activations and weights, and weights as they came."""
+    return 5 * TILE * 128 + (TILE * 128 if number != FP8 else 3 * TILE * 64)

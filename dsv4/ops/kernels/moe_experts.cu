@@ -1,22 +1,25 @@
-// The routed experts of up to ENTRIES / k tokens: gate and up with clamped SwiGLU, then down with the weighted sum.
-//
-// Bytes: every picked expert's weights once, 1.5 * I * H * 1.125 in NVFP4 (14.2 MB an expert in Flash, 37.2 in Pro), once for
-// each 8 of its tokens. Floor at 4.25 TB/s on an H200 for one token and 6 experts: Flash 84.9 MB, 20.0 us (gate and up 13.3,
-// down 6.7); Pro 223 MB, 52.4 us.
-//
-// Measured there (random routing, in a CUDA graph): Flash, one token 40.9 us (49 %: the chain of routing, first weights and
-// activations, and decoding); 8 tokens 199 us (76 %), 32 tokens 566 us (80 %). Pro, one token 86 us (61 %).
+// The experts of several tokens: gate and up with clamped SwiGLU, then down, then each token's sum. A shared expert in FP8 goes
+// along in the same launches.
 //
 // Every block reads the routing and makes the same list of segments: an expert with up to 8 of the (token, choice) entries
-// that picked it, in order of entries. Work is (segment, tile) pairs in that order, a contiguous range for each block, so a
-// block changes its activations once or twice. Entries that are not an expert's id cost nothing.
-//   moe_gate_up   tile: 8 gate rows and the 8 up rows that belong to them; h [entry, I] in bf16, routing weight included
-//   moe_down_one  one token: a tile is 16 rows of y, summed over all its experts in the order of entries
-//   moe_down      several tokens: out [entry, H] in float32, which moe_combine adds over each token's entries in order
-// Defines: see stream.cuh (NT is 1).
-#include "stream.cuh"
+// that picked it, in order of entries; the shared expert is in a segment with each 8 tokens. Work is (segment, tile) pairs in
+// that order, the shared expert's first, a contiguous range for each block, so a block changes its activations once or twice.
+// Entries that are not an expert's id cost nothing. Tokens have an entry more each, after all others, for the shared expert.
+//
+// Bytes: see moe_token.cu; an expert's weights once for each 8 of its tokens. Measured on an H200 (random routing of Flash, in
+// a CUDA graph), with the shared expert: 8 tokens 189 us (81 % of the floor at 4.25 TB/s), 32 tokens 565 us (83 %), 64 tokens
+// 838 us (81 %); without, 8 tokens 188 us. By launch, with the plans of moe_plans.py: 8 tokens gate_up 126 us (81 %), down 63
+// us (80 %); 32 tokens 362 us (86 %) and 186 us (84 %).
+//
+//   moe_gate_up   tile: 8 * MT gate rows and the up rows that belong to them; h [entry, I] in bf16, routing weight included
+//   moe_down      tile: 16 * MT rows; out [entry, H] in float32
+//   moe_combine   adds out over each token's entries in order
+// Defines: FMT (of the routed experts), SHARED (whether there is an FP8 one), and see stream.cuh (NT is 1).
+#include "fragments.cuh"
 
 #define ENTRIES 512
+
+constexpr int COST[3] = {8, 4, 3};  // of a tile, to share work out: between its bytes and its instructions
 
 struct Routing {
   short expert[ENTRIES];   // -1 where the entry is not an expert's id
@@ -24,24 +27,44 @@ struct Routing {
   short segment[ENTRIES];  // first entry of each segment
   short column[8];         // entries of the segment in shared memory
   float weight[8];         // their routing weights
+  float inverse[8];        // of the powers of two that their activations were multiplied with
   int segments;
-  int single;               // each entry is a segment
-  float factor[16];
 };
 
-// All threads. With `single` (one token) an expert picked twice is two segments, so that one row of activations is enough.
-DEVICE void read_routing(Routing& r, const int* experts, int entries, int count, bool single) {
+struct Experts {
+  const __nv_bfloat16* x;  // x [tokens, k]; or h [entries + tokens, k]
+  const int* experts;
+  const float* weights;
+  const u8 *codes, *scales;
+  const float* scale_2;
+  const u8 *shared_codes, *shared_scales;
+  void* out;
+  int tokens, choices, last_shared, k, rows, count;
+  float limit;
+  DEVICE int entries() const { return tokens * choices; }
+};
+
+// Sum of the KW warps' values at `part`, in fixed order.
+DEVICE float add_warps(const float* part) {
+  float sum = part[0];
+#pragma unroll
+  for (int w = 1; w < KW; ++w) sum += part[w * MT * 128];
+  return sum;
+}
+
+// All threads. With last_shared, all tokens have the stack's last expert as well.
+DEVICE void read_routing(Routing& r, const Experts& p) {
+  const int entries = p.entries() + (p.last_shared ? p.tokens : 0);
   for (int i = threadIdx.x; i < entries; i += THREADS) {
-    const int e = experts[i];
-    r.expert[i] = static_cast<short>(e >= 0 && e < count ? e : -1);
+    const int e = i < p.entries() ? p.experts[i] : p.count - 1;
+    r.expert[i] = static_cast<short>(e >= 0 && e < p.count ? e : -1);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < entries; i += THREADS) {
     const short e = r.expert[i];
     int before = 0;
-    if (!single)
 #pragma unroll 8
-      for (int j = 0; j < i; ++j) before += r.expert[j] == e;
+    for (int j = 0; j < i; ++j) before += r.expert[j] == e;
     r.order[i] = static_cast<short>(before);
   }
   __syncthreads();
@@ -54,219 +77,206 @@ DEVICE void read_routing(Routing& r, const int* experts, int entries, int count,
       if (leads) r.segment[total + __popc(leaders & ((1u << threadIdx.x) - 1))] = static_cast<short>(i);
       total += __popc(leaders);
     }
-    if (threadIdx.x == 0) r.segments = total, r.single = single;
+    if (threadIdx.x == 0) r.segments = total;
   }
   __syncthreads();
 }
 
-// All threads: find the segment's entries and put their activations (row entry / divisor of x) into shared memory, with the
-// factors of the epilogue. Returns how many they are.
-DEVICE int stage_segment(Routing& r, const Shared& sh, int pitch, const __nv_bfloat16* x, const float* weights, int k, int steps,
-                         int segment, int entries, int divisor) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, lead = r.segment[segment];
+// All threads: find the segment's entries and put their activations into shared memory. Returns how many they are.
+template <int F, bool GateUp, bool OfShared>
+DEVICE int stage_segment(Routing& r, const Experts& p, u8* activations, int pitch, int steps, int segment) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, entries = p.entries();
   __syncthreads();
-  if (threadIdx.x < 8) r.column[threadIdx.x] = -1;
+  if (threadIdx.x < 8) {
+    const int token = segment * 8 + threadIdx.x;
+    r.column[threadIdx.x] = static_cast<short>(OfShared && token < p.tokens ? entries + token : -1);
+    r.weight[threadIdx.x] = 1.f;
+  }
   __syncthreads();
-  for (int i = lead + threadIdx.x; i < (r.single ? lead + 1 : entries); i += THREADS)
-    if (r.expert[i] == r.expert[lead] && r.order[i] / 8 == r.order[lead] / 8) {
-      r.column[r.order[i] % 8] = static_cast<short>(i);
-      if (weights) r.weight[r.order[i] % 8] = weights[i];
-    }
-  __syncthreads();
+  if (!OfShared) {
+    const int lead = r.segment[segment];
+    for (int i = lead + threadIdx.x; i < entries + (p.last_shared ? p.tokens : 0); i += THREADS)
+      if (r.expert[i] == r.expert[lead] && r.order[i] / 8 == r.order[lead] / 8) {
+        r.column[r.order[i] % 8] = static_cast<short>(i);
+        if (GateUp && i < entries) r.weight[r.order[i] % 8] = p.weights[i];
+      }
+    __syncthreads();
+  }
   int columns = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) columns += r.column[i] >= 0;
   const int sharing = max(1, WARPS / columns), worker = warp % sharing;
   for (int m = warp / sharing; m < columns; m += max(1, WARPS / sharing)) {
-    const __nv_bfloat16* from = x + static_cast<i64>(r.column[m] / divisor) * k;
-    const float inverse = stage_token(sh.activations() + m * pitch, from, k, steps, worker * 32 + lane, sharing * 32);
-    if (lane == 0) sh.inverse()[m] = inverse;
+    const int entry = r.column[m], row = !GateUp ? entry : entry < entries ? entry / p.choices : entry - entries;
+    const float inverse = stage_token<F>(activations + m * pitch, p.x + static_cast<i64>(row) * p.k, p.k, steps,
+                                         worker * 32 + lane, sharing * 32);
+    if (lane == 0) r.inverse[m] = inverse;
   }
   __syncthreads();
   return columns;
 }
 
-struct Arguments {
-  const __nv_bfloat16* x;
-  const int* experts;
-  const float* weights;
-  const u8* codes;
-  const u8* scales;
-  const float* scale_2;
-  void* out;
-  int entries, divisor, k, rows, count;  // rows: tiles cover them, of I in gate_up and of H in down
-  float limit;
-};
+// Number of the first tile that begins at `cost` or later, among `shared` tiles of the FP8 expert and then the others.
+DEVICE int tile_at(i64 cost, int shared) {
+  const i64 before = static_cast<i64>(shared) * COST[FP8];
+  if (cost <= before) return static_cast<int>((cost + COST[FP8] - 1) / COST[FP8]);
+  return shared + static_cast<int>((cost - before + COST[FMT] - 1) / COST[FMT]);
+}
+
+// Tiles [first, last) of all segments in one format. `wait`: the previous kernel may not have ended yet.
+template <int F, bool GateUp, bool OfShared>
+DEVICE void segments(Routing& r, const Experts& p, u8* memory, int tiles, int first, int last, bool wait) {
+  constexpr int HALF = GateUp ? 8 : 16, ROWS = HALF * MT, SUMS = MT * 128;  // rows of a tile; sums with its columns
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, kw = warp % KW, rw = warp / KW;
+  const Slice<F> slice = make_slice<F>(p.k, kw, KW);
+  float* parts = reinterpret_cast<float*>(memory);
+  u8* ring = memory + 2 * WARPS * SUMS * 4 + warp * STAGES * STAGE_BYTES<FMT>;
+  u8* activations = memory + 2 * WARPS * SUMS * 4 + WARPS * STAGES * STAGE_BYTES<FMT>;
+  const u8* codes = OfShared ? p.shared_codes : p.codes;
+  const u8* scales = OfShared ? p.shared_scales : p.scales;
+
+  int segment = first / tiles, next = first + rw;  // where the copies are: a row group takes every RW-th tile of a segment
+  auto stream = Stream(slice, ring, [&](Pieces(&pieces)[MT]) {
+    while (next >= min(last, (segment + 1) * tiles)) {
+      if (++segment * tiles >= last) return false;
+      next = segment * tiles + rw;
+    }
+    const int row = (next - segment * tiles) * ROWS;
+    next += RW;
+    const i64 expert = OfShared ? 0 : r.expert[r.segment[segment]];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      const i64 low = expert * p.rows * (GateUp ? 2 : 1) + row + m * HALF;
+      const int rows = p.rows - row - m * HALF;
+      pieces[m] = make_pieces(codes, scales, slice, low, low + (GateUp ? p.rows : 8), GateUp ? (rows > 0 ? 16 : 0) : rows);
+    }
+    return true;
+  });
+  stream.start();
+  if (wait) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
+
+  const int steps = make_slice<F>(p.k, 0, 1).steps, pitch = steps * STEP_K<F> * 2 + 64;
+  int buffer = 0;
+  for (int now = first / tiles; now * tiles < last; ++now) {
+    const int count = stage_segment<F, GateUp, OfShared>(r, p, activations, pitch, steps, now);
+    const int expert = OfShared ? 0 : r.expert[r.segment[now]];
+    const float low_scale = RAW<F> * (F == FP4 ? __ldg(p.scale_2 + (GateUp ? expert * 2 : expert)) : 1.f);
+    const float high_scale = RAW<F> * (F == FP4 ? __ldg(p.scale_2 + (GateUp ? expert * 2 + 1 : expert)) : 1.f);
+    const int last_here = min(last, (now + 1) * tiles);
+    for (int tile = max(first, now * tiles) + rw; tile < last_here; tile += RW, buffer ^= 1) {
+      const int row = (tile - now * tiles) * ROWS;
+      const u8* column = activations + min(lane >> 2, count - 1) * pitch + slice.begin / 128 * STEP_K<F> * 2 + (lane & 3) * 16;
+      const float* block_scales = reinterpret_cast<const float*>(scales) + slice.begin / 128;
+      int blocks[MT * 2];
+      if (F == FP8) {  // where the scales of the tile's rows begin, eight rows at a time
+        const int all = (p.rows + 127) / 128;
+#pragma unroll
+        for (int j = 0; j < MT * 2; ++j) {
+          const int block = min(row + (GateUp ? j / 2 * 8 : j * 8), p.rows - 1) / 128;
+          blocks[j] = (GateUp ? (expert * 2 + j % 2) * all + block : expert * all + block) * ((p.k + 127) / 128);
+        }
+      }
+      float acc[CHAINS][4] = {}, sums[MT][4] = {};
+#pragma unroll 1
+      for (int step = 0; step < slice.steps; ++step, column += STEP_K<F> * 2) {
+        float scale[MT * 2];
+        if (F == FP8)
+#pragma unroll
+          for (int j = 0; j < MT * 2; ++j) scale[j] = __ldg(block_scales + blocks[j] + step);
+        const Fragment<F> fragment = stream.next();
+        multiply_fragment<F>(fragment, column, acc);
+        if (F == FP8) add_scaled(sums, scale, acc);
+      }
+      if (F != FP8) add_chains(sums, acc);
+
+      float* part = parts + (buffer * WARPS + warp) * SUMS + (lane >> 2) * 8 + (lane & 3) * 2;
+#pragma unroll
+      for (int j = 0; j < MT * 2; ++j)
+        *reinterpret_cast<float2*>(part + j * 64) = make_float2(sums[j / 2][j % 2 * 2], sums[j / 2][j % 2 * 2 + 1]);
+      group_barrier(rw);
+      const float* group = parts + (buffer * WARPS + rw * KW) * SUMS;
+      for (int o = threadIdx.x % (KW * 32); o < ROWS * count; o += KW * 32) {
+        const int column = o / ROWS, at = o % ROWS;
+        if (row + at >= p.rows) continue;
+        const float* sum = group + (GateUp ? at / 8 * 128 + at % 8 * 8 : at * 8) + column;
+        const float value = add_warps(sum) * low_scale * r.inverse[column];
+        const i64 to = static_cast<i64>(r.column[column]) * p.rows + row + at;
+        if (GateUp) {
+          const float gate = fminf(value, p.limit);
+          const float up = fminf(fmaxf(add_warps(sum + 64) * high_scale * r.inverse[column], -p.limit), p.limit);
+          static_cast<__nv_bfloat16*>(p.out)[to] = __float2bfloat16(gate / (1.f + __expf(-gate)) * up * r.weight[column]);
+        } else {
+          static_cast<float*>(p.out)[to] = value;
+        }
+      }
+    }
+  }
+}
 
 template <bool GateUp>
-DEVICE void segments(const Arguments& p) {
+DEVICE void experts(const Experts& p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Routing routing;
-  const Shared sh{memory};
-  const int warp = threadIdx.x >> 5, kw = warp % KW, rw = warp / KW;
-  constexpr int TILE = (GateUp ? 8 : 16) * RW;
   if (GateUp) {
     wait_for_previous_kernel();
-    let_next_kernel_start();
+    let_next_kernel_start();  // not before, since it reads the routing at once
   }
-  read_routing(routing, p.experts, p.entries, p.count, p.entries == p.divisor);
-  const int tiles = (p.rows + TILE - 1) / TILE;
-  const i64 total = static_cast<i64>(routing.segments) * tiles;
-  const int first = static_cast<int>(blockIdx.x * total / gridDim.x), last = static_cast<int>((blockIdx.x + 1) * total / gridDim.x);
-  const Slice slice = make_slice(p.k, 0, 1);
-  auto ring = Ring(slice, sh.ring(), last - first, kw, [&](int i) {
-    const int item = first + i, row = item % tiles * TILE + rw * (TILE / RW);
-    const i64 expert = routing.expert[routing.segment[item / tiles]];
-    if (GateUp) {
-      const i64 low = expert * 2 * p.rows + min(row, p.rows - 8);
-      return make_pieces(p.codes, p.scales, slice, low, low + p.rows, 16);
-    }
-    const int start = min(row, p.rows - 1);
-    const i64 low = expert * p.rows + start;
-    return make_pieces(p.codes, p.scales, slice, low, low + 8, min(16, p.rows - start));
-  });
-  if (!GateUp) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-  }
-
-  const int pitch = activation_pitch(slice);
-  const u8* columns[1];
-  int staged = -1, count = 0;
-  float low_scale = 1.f, high_scale = 1.f, weight = 0.f;
-  for (int item = first; item < last; ++item) {
-    const int segment = item / tiles;
-    if (segment != staged) {
-      const int lead = routing.segment[segment], expert = routing.expert[lead];
-      if (GateUp) weight = p.weights[lead];
-      low_scale = RAW * (FMT == FP4 ? __ldg(p.scale_2 + (GateUp ? expert * 2 : expert)) : 1.f);
-      high_scale = RAW * (FMT == FP4 && GateUp ? __ldg(p.scale_2 + expert * 2 + 1) : 1.f);
-      if (staged < 0 || !routing.single) {  // one token: its activations stay
-        count = stage_segment(routing, sh, pitch, p.x, p.weights, p.k, slice.steps, segment, p.entries, p.divisor);
-        lane_columns(sh.activations(), pitch, 0, count, columns);
-      }
-      staged = segment;
-    }
-    float acc[CHAINS][1][4] = {};
-    for (int c = 0; c < slice.chunks; ++c) {
-      const u8* stage = ring.next();
-      const int step = c * KW + kw;
-      if (step < slice.steps) multiply(stage, columns, step, acc);
-    }
-    float* parts = sh.parts((item - first) & 1);
-    deposit(parts, sh.inverse(), acc);
-    group_barrier(rw);
-    constexpr int OUTPUTS = TILE / RW * 8;
-    for (int o = threadIdx.x % (KW * 32); o < OUTPUTS; o += KW * 32) {
-      const int column = o % 8, row = item % tiles * TILE + rw * (TILE / RW) + o / 8;
-      if (column >= count || row >= p.rows) continue;
-      const i64 entry = routing.single ? routing.segment[segment] : routing.column[column];
-      const float* part = parts + rw * KW * PART + o;
-      const float value = add_parts(part) * low_scale;
-      if (GateUp) {
-        const float gate = fminf(value, p.limit), up = fminf(fmaxf(add_parts(part + 64) * high_scale, -p.limit), p.limit);
-        static_cast<__nv_bfloat16*>(p.out)[entry * p.rows + row] =
-            __float2bfloat16(gate / (1.f + __expf(-gate)) * up * (routing.single ? weight : routing.weight[column]));
-      } else {
-        static_cast<float*>(p.out)[entry * p.rows + row] = value;
-      }
-    }
-  }
+  read_routing(routing, p);
+  const int tiles = (p.rows + (GateUp ? 8 : 16) * MT - 1) / ((GateUp ? 8 : 16) * MT);
+  const int shared = SHARED ? (p.tokens + 7) / 8 * tiles : 0;
+  const i64 total = static_cast<i64>(shared) * COST[FP8] + static_cast<i64>(routing.segments) * tiles * COST[FMT];
+  const int first = tile_at(blockIdx.x * total / gridDim.x, shared), last = tile_at((blockIdx.x + 1LL) * total / gridDim.x, shared);
+  if (SHARED && first < shared) segments<FP8, GateUp, true>(routing, p, memory, tiles, first, min(last, shared), !GateUp);
+  if (!SHARED || last > shared || first >= shared)
+    segments<FMT, GateUp, false>(routing, p, memory, tiles, max(first, shared) - shared, last - shared, !GateUp && first >= shared);
 }
 
-// x bf16 [T, k]; experts, weights [entries]; codes [count, 2 * rows, k]; h bf16 [entries, rows]. divisor: entries a token.
+// x bf16 [tokens, k]; experts, weights [tokens * choices]; codes [count, 2 * rows, k]; shared_codes E4M3 [2 * rows, k]; h bf16
+// [tokens * (choices + 1), rows].
 KERNEL __launch_bounds__(THREADS, 1)
-moe_gate_up(const __nv_bfloat16* x, const int* experts, const float* weights, const u8* codes, const u8* scales,
-            const float* scale_2, void* h, int entries, int divisor, int k, int rows, int count, float limit) {
-  segments<true>({x, experts, weights, codes, scales, scale_2, h, entries, divisor, k, rows, count, limit});
+moe_gate_up(const __nv_bfloat16* x, const int* experts_, const float* weights, const u8* codes, const u8* scales,
+            const float* scale_2, const u8* shared_codes, const u8* shared_scales, void* h, int tokens, int choices,
+            int last_shared, int k, int rows, int count, float limit) {
+  experts<true>({x, experts_, weights, codes, scales, scale_2, shared_codes, shared_scales, h, tokens, choices, last_shared, k,
+                 rows, count, limit});
 }
 
-// h bf16 [entries, k]; codes [count, rows, k]; out float32 [entries, rows].
+// h as above with rows of k; codes [count, rows, k]; shared_codes E4M3 [rows, k]; out float32 [tokens * (choices + 1), rows].
 KERNEL __launch_bounds__(THREADS, 1)
-moe_down(const __nv_bfloat16* h, const int* experts, const u8* codes, const u8* scales, const float* scale_2, void* out,
-         int entries, int k, int rows, int count) {
-  segments<false>({h, experts, nullptr, codes, scales, scale_2, out, entries, 1, k, rows, count, 0.f});
+moe_down(const __nv_bfloat16* h, const int* experts_, const u8* codes, const u8* scales, const float* scale_2,
+         const u8* shared_codes, const u8* shared_scales, void* out, int tokens, int choices, int last_shared, int k, int rows,
+         int count) {
+  experts<false>({h, experts_, nullptr, codes, scales, scale_2, shared_codes, shared_scales, out, tokens, choices, last_shared, k,
+                  rows, count, 0.f});
 }
 
-// One token with at most 16 entries: y float32 [rows]. The warps beyond KW take other experts, not other rows.
-KERNEL __launch_bounds__(THREADS, 1)
-moe_down_one(const __nv_bfloat16* h, const int* experts, const u8* codes, const u8* scales, const float* scale_2, float* y,
-             int entries, int k, int rows, int count) {
-  extern __shared__ __align__(128) u8 memory[];
-  __shared__ Routing routing;
-  const Shared sh{memory};
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, kw = warp % KW, rw = warp / KW;
-  read_routing(routing, experts, entries, count, true);
-  const int tiles = (rows + 15) / 16;
-  const int first = static_cast<int>(static_cast<i64>(blockIdx.x) * tiles / gridDim.x);
-  const int last = static_cast<int>((blockIdx.x + 1LL) * tiles / gridDim.x);
-  const Slice slice = make_slice(k, 0, 1);
-  const int mine = (routing.segments - rw + RW - 1) / RW;  // segments rw, rw + RW, ...
-  auto ring = Ring(slice, sh.ring(), (last - first) * mine, kw, [&](int i) {
-    const int start = (first + i / mine) * 16;
-    const i64 low = static_cast<i64>(routing.expert[routing.segment[i % mine * RW + rw]]) * rows + start;
-    return make_pieces(codes, scales, slice, low, low + 8, min(16, rows - start));
-  });
-
-  const int pitch = activation_pitch(slice);
-  float scale = 1.f;
-  if (FMT == FP4 && warp < routing.segments) scale = scale_2[routing.expert[routing.segment[warp]]];
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  for (int s = warp; s < routing.segments; s += WARPS) {
-    const int entry = routing.segment[s];
-    if (FMT == FP4 && s != warp) scale = scale_2[routing.expert[entry]];
-    const float inverse =
-        stage_token(sh.activations() + s * pitch, h + static_cast<i64>(entry) * k, k, slice.steps, lane, 32);
-    if (lane == 0) routing.factor[s] = inverse * RAW * scale;
-  }
-  if (threadIdx.x < 8) sh.inverse()[threadIdx.x] = 1.f;
-  __syncthreads();
-  for (int item = first; item < last; ++item) {
-    float acc[CHAINS][1][4] = {};
-    for (int s = rw; s < routing.segments; s += RW) {
-      const u8* columns[1];
-      lane_columns(sh.activations(), pitch, s, 1, columns);
-      const float factor = routing.factor[s];
-      for (int c = 0; c < slice.chunks; ++c) {
-        const u8* stage = ring.next();
-        const int step = c * KW + kw;
-        if (step >= slice.steps) continue;
-        float sums[CHAINS][1][4] = {};
-        multiply(stage, columns, step, sums);
-#pragma unroll
-        for (int j = 0; j < CHAINS; ++j)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) acc[j][0][i] = fmaf(factor, sums[j][0][i], acc[j][0][i]);
-      }
-    }
-    float* parts = sh.parts((item - first) & 1);
-    deposit(parts, sh.inverse(), acc);
-    __syncthreads();
-    if (threadIdx.x < 16 && item * 16 + threadIdx.x < rows) {  // all columns are the same token
-      float sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum += parts[w * PART + threadIdx.x * 8];
-      y[item * 16 + threadIdx.x] = sum;
-    }
-  }
-}
-
-// y [t, c] = sum over j of out [t * k + j, c], where the entry is an expert's id. One thread for 4 columns; rows % 4 is 0.
+// y [t, c]: the sum over j of out [t * choices + j, c], where the entry is an expert's id, and with `shared` of the token's last
+// entry, rounded to bf16, and then bf16 itself, else float32. One thread for 4 columns; rows % 4 is 0.
 KERNEL __launch_bounds__(128)
-moe_combine(const float* __restrict__ out, const int* __restrict__ experts, float* __restrict__ y, int rows, int k, int count) {
-  wait_for_previous_kernel();
+moe_combine(const float* __restrict__ out, const int* __restrict__ experts_, void* __restrict__ y, int tokens, int rows,
+            int choices, int count, int shared) {
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const int c = (blockIdx.x * 128 + threadIdx.x) * 4;
   if (c >= rows) return;
-  const i64 token = blockIdx.y;
+  const i64 token = blockIdx.y, place = token * rows + c;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  auto load = [&](i64 entry) { return *reinterpret_cast<const float4*>(out + entry * rows + c); };
+  auto add = [&](float4 v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; };
 #pragma unroll 8
-  for (int j = 0; j < k; ++j) {
-    const int e = experts[token * k + j];
-    if (e < 0 || e >= count) continue;
-    const float4 v = *reinterpret_cast<const float4*>(out + (token * k + j) * rows + c);
-    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  for (int j = 0; j < choices; ++j) {
+    const int e = experts_[token * choices + j];
+    if (e >= 0 && e < count) add(load(token * choices + j));
   }
-  *reinterpret_cast<float4*>(y + token * rows + c) = sum;
+  if (shared) {
+    const float4 v = load(static_cast<i64>(tokens) * choices + token);
+    add(make_float4(round_bf16(v.x), round_bf16(v.y), round_bf16(v.z), round_bf16(v.w)));
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(y) + place) =
+        make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+  } else {
+    *reinterpret_cast<float4*>(static_cast<float*>(y) + place) = sum;
+  }
 }

@@ -4,12 +4,16 @@
 // Work: 6 * I * H operations an entry; Flash, 4096 tokens: 1.24e12, 2 ms at 600 Tflop/s; bytes 3.6 GB of weights, 0.85 ms.
 // Entry tiles come from the sorted entries on the device: `bounds[e]` is where expert e begins in `order`, `tile_ends[e]` the
 // number of 128-entry tiles up to and with expert e. Blocks past the last tile end at once.
-// Defines: FMT (0 bf16, 2 NVFP4), GATE_UP (rows are 64 gate rows and their up rows; h in sorted order) or not (down: out
+//
+// FP8 weights have a scale for 128 values along K and 128 rows, which no tile of rows leaves: at a new block the sums are
+// brought to its scale, and after the last one to 1.
+// Defines: FMT (0 bf16, 1 FP8, 2 NVFP4), GATE_UP (rows are 64 gate rows and their up rows; h in sorted order) or not (down: out
 // [entry, N] in float32).
 #include <cuda_fp16.h>
 #include "common.cuh"
 
 #define BF16 0
+#define FP8 1
 #define FP4 2
 typedef unsigned char u8;
 
@@ -54,6 +58,15 @@ DEVICE uint4 decode_fp4(u32 v, __half2 scale) {
   return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
+// Four E4M3 codes -> bf16 in order, exact.
+DEVICE uint2 decode_fp8(u32 v) {
+  u32 low, high;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high) : "r"(v));
+  const float2 a = __half22float2(*reinterpret_cast<__half2*>(&low)), b = __half22float2(*reinterpret_cast<__half2*>(&high));
+  return make_uint2(pack_bf16(a.x, a.y), pack_bf16(b.x, b.y));
+}
+
 DEVICE __half2 decode_scale(u32 code) {
   u32 r;
   asm("{\n.reg .b16 t;\ncvt.u16.u32 t, %1;\ncvt.rn.f16x2.e4m3x2 %0, t;\n}" : "=r"(r) : "r"(code & 255u));
@@ -61,12 +74,13 @@ DEVICE __half2 decode_scale(u32 code) {
 }
 
 // x bf16 [*, k]; order int64 and bounds int64 of the entries; codes [count, rows_all, k]; out h bf16 [entries, rows] or float32
-// [entries, rows]. rows: inter or hidden. Dynamic shared memory: 6 * TILE_BYTES.
+// [entries, rows]. rows: inter or hidden. Entries are a token's `choices` after another's, then one more of each token. Dynamic
+// shared memory: 6 * TILE_BYTES, in FP8 half a tile more.
 KERNEL __launch_bounds__(THREADS, 2)
 moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* __restrict__ bounds,
             const i64* __restrict__ tile_ends, const float* __restrict__ weights, const u8* __restrict__ codes,
-            const u8* __restrict__ scales, const float* __restrict__ scale_2, void* __restrict__ out, int divisor, int k, int rows,
-            int count, float limit) {
+            const u8* __restrict__ scales, const float* __restrict__ scale_2, void* __restrict__ out, int tokens, int choices,
+            int k, int rows, int count, float limit) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 a_tiles = shared_address(memory), b_tiles = a_tiles + STAGES * TILE_BYTES;
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, wm = warp >> 2, wn = warp & 3;
@@ -89,7 +103,8 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int r = min(tid / 8 + 32 * i, live - 1);
-    const i64 row = GATE_UP ? order[first + r] / divisor : first + r;
+    const i64 entry = order[first + r], after = static_cast<i64>(tokens) * choices;
+    const i64 row = !GATE_UP ? first + r : entry < after ? entry / choices : entry - after;
     a_rows[i] = x + row * k * 2 + tid % 8 * 16;
   }
   // Weights: this thread decodes half a row, tid % 2 of row tid / 2.
@@ -107,10 +122,11 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
           copy16(at(a_tiles + c % STAGES * TILE_BYTES, tid / 8 + 32 * i, tid % 8), valid ? a_rows[i] + c * K * 2 : x, valid);
     }
   };
-  // NVFP4: a thread copies the codes and scales that it decodes itself. bf16: straight into the tile.
-  const u8* row_codes = codes + weight_row * (FMT == FP4 ? k / 2 : k * 2) + half * (FMT == FP4 ? 16 : 64);
+  // Quantised: a thread copies the codes, and NVFP4 scales, that it decodes itself. bf16: straight into the tile.
+  constexpr int OWN = FMT == FP8 ? 32 : 16, HALF_BYTES = FMT == FP4 ? 16 : FMT == FP8 ? 32 : 64;  // of K / 2 values
+  const u8* row_codes = codes + weight_row * k * HALF_BYTES / (K / 2) + half * HALF_BYTES;
   const u8* row_scales = scales + weight_row * (k / 16);
-  const u32 own = b_tiles + 2 * TILE_BYTES + tid * 16, own_scales = own - tid * 16 + STAGES * THREADS * 16 + tid * 4;
+  const u32 own = b_tiles + 2 * TILE_BYTES + tid * OWN, own_scales = own - tid * OWN + STAGES * THREADS * OWN + tid * 4;
   auto load_b = [&](int c) {
     if (c >= chunks) return;
     const int stage = c % STAGES;
@@ -118,6 +134,12 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
       copy16(own + stage * THREADS * 16, row_codes + c * (K / 2), true);
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(own_scales + stage * THREADS * 4),
                    "l"(row_scales + c * (K / 16)) : "memory");
+    } else if (FMT == FP8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool valid = c * K + half * 32 + i * 16 < k;
+        copy16(own + stage * THREADS * OWN + i * 16, valid ? row_codes + c * K + i * 16 : codes, valid);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -126,32 +148,70 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
       }
     }
   };
-  auto decode_b = [&](int c) {
-    if (FMT != FP4) return;
+  auto load_own = [&](u32 from) {
     uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
+  };
+  auto store_b = [&](int c, int i, uint4 d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at(b_tiles + (c & 1) * TILE_BYTES, b_row, half * 4 + i)),
+                 "r"(d.x), "r"(d.y), "r"(d.z), "r"(d.w) : "memory");
+  };
+  auto decode_b = [&](int c, bool live) {  // codes in a block whose scale is 0 are zeros
+    if (FMT == FP8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 v = live ? load_own(own + c % STAGES * THREADS * OWN + i * 16) : make_uint4(0, 0, 0, 0);
+        const uint2 a = decode_fp8(v.x), b = decode_fp8(v.y), e = decode_fp8(v.z), f = decode_fp8(v.w);
+        store_b(c, i * 2, make_uint4(a.x, a.y, b.x, b.y));
+        store_b(c, i * 2 + 1, make_uint4(e.x, e.y, f.x, f.y));
+      }
+    }
+    if (FMT != FP4) return;
     u32 two;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(own + c % STAGES * THREADS * 16) : "memory");
+    const uint4 v = load_own(own + c % STAGES * THREADS * OWN);
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(two) : "r"(own_scales + c % STAGES * THREADS * 4) : "memory");
     two >>= half * 16;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 d = decode_fp4(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w, decode_scale(two >> (i / 2 * 8)));
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at(b_tiles + (c & 1) * TILE_BYTES, b_row, half * 4 + i)),
-                   "r"(d.x), "r"(d.y), "r"(d.z), "r"(d.w) : "memory");
-    }
+    for (int i = 0; i < 4; ++i)
+      store_b(c, i, decode_fp4(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w, decode_scale(two >> (i / 2 * 8))));
   };
+
+  // FP8: the scales of the blocks of gate and of up rows, or of the tile's rows.
+  const float* block_scales = reinterpret_cast<const float*>(scales);
+  const int row_blocks = (rows + 127) / 128, scale_columns = (k + 127) / 128;
+  if (FMT == FP8) block_scales += (static_cast<i64>(expert) * row_blocks * (GATE_UP ? 2 : 1) + n0 / 128) * scale_columns;
+  float scale[2] = {1.f, 1.f};
 
   float acc[4][4][4] = {};
   const int live_tiles = max(0, min(4, (live - wm * 64 + 15) / 16));
   for (int c = 0; c < STAGES - 1; ++c) load_a(c), load_b(c), copies_end();
   for (int c = 0; c < chunks; ++c) {
     copies_wait<STAGES - 2>();
-    decode_b(c);
+    float now[2] = {1.f, 1.f};
+    if (FMT == FP8) {
+      now[0] = __ldg(block_scales + c * K / 128);
+      now[1] = GATE_UP ? __ldg(block_scales + row_blocks * scale_columns + c * K / 128) : now[0];
+    }
+    decode_b(c, (GATE_UP && q >= 16 ? now[1] : now[0]) != 0.f);
     __syncthreads();
     load_a(c + STAGES - 1), load_b(c + STAGES - 1), copies_end();
     if (live_tiles == 0) continue;
-    const u32 at_a = a_tiles + c % STAGES * TILE_BYTES, at_b = b_tiles + (FMT == FP4 ? c & 1 : c % STAGES) * TILE_BYTES;
+    if (FMT == FP8 && c * K % 128 == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float before = c ? scale[h] : now[h];
+        if (now[h] != 0.f) scale[h] = now[h];
+        const float change = before / scale[h];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int j = h * 2; j < h * 2 + 2; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc[i][j][e] *= change;
+      }
+    }
+    const u32 at_a = a_tiles + c % STAGES * TILE_BYTES, at_b = b_tiles + (FMT != BF16 ? c & 1 : c % STAGES) * TILE_BYTES;
 #pragma unroll
     for (int s = 0; s < K / 16; ++s) {
       u32 b[2][4];
@@ -178,8 +238,8 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
       const i64 entry = order[first + r];
       if (GATE_UP) {
         const float weight = weights[entry];
-        const float gate_scale = RAW * (FMT == FP4 ? scale_2[expert * 2] : 1.f);
-        const float up_scale = RAW * (FMT == FP4 ? scale_2[expert * 2 + 1] : 1.f);
+        const float gate_scale = RAW * (FMT == FP4 ? scale_2[expert * 2] : scale[0]);
+        const float up_scale = RAW * (FMT == FP4 ? scale_2[expert * 2 + 1] : scale[1]);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int column = n0 + wn * 16 + j * 8 + (lane & 3) * 2;
@@ -193,13 +253,13 @@ moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* 
           if (column < rows) reinterpret_cast<u32*>(out)[((first + r) * rows + column) / 2] = pack_bf16(h[0], h[1]);
         }
       } else {
-        const float scale = RAW * (FMT == FP4 ? scale_2[expert] : 1.f);
+        const float last_scale = RAW * (FMT == FP4 ? scale_2[expert] : scale[0]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int column = n0 + wn * 32 + j * 8 + (lane & 3) * 2;
           if (column < rows)
             reinterpret_cast<float2*>(out)[(entry * rows + column) / 2] =
-                make_float2(acc[i][j][p * 2] * scale, acc[i][j][p * 2 + 1] * scale);
+                make_float2(acc[i][j][p * 2] * last_scale, acc[i][j][p * 2 + 1] * last_scale);
         }
       }
     }

@@ -1,72 +1,27 @@
 // route_topk, route_hash: router scores and the choice of experts.
 //
 // Bytes at one token: route_topk reads the gate, Flash 256 x 4096 bf16 2.10 MB (0.49 us at 4.25 TB/s), Pro 384 x 7168
-// 5.5 MB (1.3 us); route_hash six or eight of its rows, 49 / 115 KB.
-// Measured on an H200 in a CUDA graph, of which a launch is about 1.5 us: route_topk Flash 4.5 us at 1 token, 6.0 at 8, with
-// a matrix product 10.4 at 32 and 16 at 2048; Pro 5.4, 12.3, 12.4. route_hash Flash 2.5 us at 1 token, 2.9 at 32.
-// Latency throughout: the gate's rows, an atomic, the scores from the L2, and TOP dependent rounds of selection.
+// 5.5 MB (1.3 us); route_hash six or eight of its rows, 49 / 115 KB. Latency throughout.
+// Measured on an H200 in a CUDA graph: route_topk Flash 3.5 us at 1 token, 3.9 at 8, 4.3 at 16, 5.9 at 32, 8.9 at 64, 10.4
+// with a matrix product; Pro 5.1 at 1, 6.1 at 8, 7.9 at 16, 12 with the product. route_hash Flash 2.2 at 1, 3.0 at 32; Pro
+// 2.8, 3.7.
 //
-// route_topk: a warp holds a part of one expert's row in registers and goes through its group's tokens, BATCH at a time;
-// the last block of a token group to finish selects, a warp a token. route_select is the selection alone, for logits from
-// a matrix product. route_hash: one block a token, SPLIT warps a picked expert.
+// route_topk: SPREAD clusters of CLUSTER blocks have 8 tokens, a block EXPERTS rows of the gate, its warps each a part of the
+// channels. The gate is on its way before the kernel waits for the one before it: KEPT quads a thread in registers, STORED in
+// shared memory, where each thread reads only what it copied itself; what is left is read where it is needed. The rows are
+// the A of tensor-core products and the tokens B: what a lane loads in one vector are its places of two products, since the
+// order of channels within a product is free as long as A and B agree. Each block sends its scores to the block that selects
+// for the token, a warp a token. With SPREAD > 1, for gates that are too large for 16 multiprocessors, that warp passes its
+// cluster's scores on through device memory, and the last of them selects.
 //
-// Defines: H (a multiple of 8), E, TOP (k), GATE_FLOAT 0 or 1, SPLIT warps a row, SETS rows a block, BATCH 1, 2 or 4;
-// HASH for route_hash, where SETS is TOP and BATCH is 1.
-#include "common.cuh"
+// route_select is the selection alone, for logits from a matrix product. route_hash: one block a token, SPLIT warps a picked
+// expert.
+//
+// Defines: H (a multiple of 8), E, TOP (k); CLUSTER, SPREAD and STORED for route_topk; HASH and SPLIT for route_hash.
+#include "hopper.cuh"
 
 constexpr int VECTORS = H / 8;
-constexpr int STEPS = (VECTORS + SPLIT * 32 - 1) / (SPLIT * 32);
-constexpr int WARPS = SPLIT * SETS;
-constexpr int PER_LANE = (E + 31) / 32;
-constexpr int MAX_GROUP = 32;
 static_assert(H % 8 == 0 && TOP <= 32 && TOP <= E, "");
-
-__device__ u32 arrivals[64];  // one a token group, each 0 between launches
-
-// Part `part` of row `row` of the gate as float32, 0 beyond its end.
-DEVICE void load_row(const void* gate, i64 row, int part, float (&w)[STEPS][8]) {
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
-    const int v = (s * SPLIT + part) * 32 + (threadIdx.x & 31);
-    if (v >= VECTORS) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) w[s][i] = 0.f;
-    } else if (GATE_FLOAT) {
-      const float4* source = static_cast<const float4*>(gate) + 2 * (row * VECTORS + v);
-      const float4 a = __ldg(source), b = __ldg(source + 1);
-      w[s][0] = a.x; w[s][1] = a.y; w[s][2] = a.z; w[s][3] = a.w;
-      w[s][4] = b.x; w[s][5] = b.y; w[s][6] = b.z; w[s][7] = b.w;
-    } else {
-      unpack8(__ldg(static_cast<const uint4*>(gate) + row * VECTORS + v), w[s]);
-    }
-  }
-}
-
-// Sums of one part of a row with the same part of BATCH tokens, of which `count` exist; lane 0 gets the first token's, lane
-// 32 / BATCH the second's, and so on.
-DEVICE float dot_part(const uint4* x, int count, int part, const float (&w)[STEPS][8]) {
-  uint4 raw[BATCH][STEPS];
-  float sum[BATCH], one[8];
-#pragma unroll
-  for (int t = 0; t < BATCH; ++t)
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      const int v = (s * SPLIT + part) * 32 + (threadIdx.x & 31);
-      raw[t][s] = v < VECTORS && t < count ? x[t * static_cast<i64>(VECTORS) + v] : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-  for (int t = 0; t < BATCH; ++t) {
-    float eight[8] = {};
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      unpack8(raw[t][s], one);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) eight[i] = fmaf(w[s][i], one[i], eight[i]);
-    }
-    sum[t] = ((eight[0] + eight[1]) + (eight[2] + eight[3])) + ((eight[4] + eight[5]) + (eight[6] + eight[7]));
-  }
-  return warp_sums(sum);
-}
 
 DEVICE float score(float logit) { return sqrtf(logit > 20.f ? logit : log1pf(expf(logit))); }
 
@@ -90,6 +45,25 @@ DEVICE void write_none(i64 token, int* experts, float* weights) {
 
 #ifndef HASH
 
+constexpr int WARPS = 16, THREADS = WARPS * 32, TOKENS = 8;
+constexpr int STEPS = (VECTORS + 4 * WARPS - 1) / (4 * WARPS);  // vectors of each row a lane, of 32 channels a warp
+constexpr int EXPERTS = (E + CLUSTER * SPREAD - 1) / (CLUSTER * SPREAD);  // a block
+constexpr int GROUPS = (EXPERTS + 7) / 8, TILES = (GROUPS + 1) / 2;
+constexpr int QUADS = STEPS * GROUPS;                           // of the gate a thread
+constexpr int KEPT = QUADS < 4 ? QUADS : 4;
+constexpr int AT_ONCE = (STEPS + (STEPS + 7) / 8 - 1) / ((STEPS + 7) / 8);  // vectors of a token: 8 at most, even parts
+constexpr int SELECTED = (TOKENS + CLUSTER - 1) / CLUSTER;      // tokens that a block selects for
+constexpr int PER_LANE = (E + 31) / 32;
+
+__device__ u32 arrivals[64];  // one a token, each 0 between launches
+
+struct Shared {
+  float sums[WARPS][TILES * 16 * TOKENS];
+  float scores[SELECTED][CLUSTER * EXPERTS];
+  float bias[E];
+  u64 arrived[1];
+};
+
 // One warp: the TOP largest of score + bias, ties to the lower expert. `scores` may be logits still.
 template <bool Logits>
 DEVICE void select(const float* scores, const float* bias, float scale, i64 token, int* experts, float* weights) {
@@ -98,13 +72,12 @@ DEVICE void select(const float* scores, const float* bias, float scale, i64 toke
   float s[PER_LANE];
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    const int e = i * 32 + lane;
+    const int e = lane * PER_LANE + i;
     key[i] = 0;
     s[i] = 0.f;
     if (e < E) {
-      s[i] = __ldcg(scores + e);
-      if (Logits) s[i] = score(s[i]);
-      const u32 bits = __float_as_uint(s[i] + __ldg(bias + e) + 0.f);  // + 0: no negative zero
+      s[i] = Logits ? score(scores[e]) : scores[e];
+      const u32 bits = __float_as_uint(s[i] + bias[e] + 0.f);  // + 0: no negative zero
       key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
   }
@@ -119,53 +92,125 @@ DEVICE void select(const float* scores, const float* bias, float scale, i64 toke
     for (int i = 1; i < PER_LANE; ++i)
       if (key[i] > best) best = key[i], at = i, value = s[i];
     const u32 top = __reduce_max_sync(~0u, best);
-    const u32 expert = __reduce_min_sync(~0u, best == top ? at * 32 + lane : 0x7fffffffu);
-    value = __shfl_sync(~0u, value, expert & 31);
+    const int winner = __ffs(__ballot_sync(~0u, best == top)) - 1;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
-      if (expert == i * 32 + lane) key[i] = 0;
+      if (lane == winner && i == at) key[i] = 0;
+    const int expert = winner * PER_LANE + __shfl_sync(~0u, at, winner);
+    value = __shfl_sync(~0u, value, winner);
     if (lane == r) my_expert = expert, my_score = value;
   }
   write_picks(my_expert, my_score, scale, token, experts, weights);
 }
 
-// Blocks (SETS experts, `group` tokens). scores [T, E] is scratch.
-KERNEL __launch_bounds__(WARPS * 32)
-    route_topk(const uint4* __restrict__ x, const void* __restrict__ gate, const float* __restrict__ bias,
-               const i64* __restrict__ slots, int tokens, int group, float scale, float* scores,
-               int* __restrict__ experts, float* __restrict__ weights) {
-  __shared__ float sums[MAX_GROUP][WARPS];
-  const int warp = threadIdx.x >> 5, part = warp % SPLIT, first = blockIdx.y * group;
-  const int last = first + group < tokens ? first + group : tokens;
-  const int expert = blockIdx.x * SETS + warp / SPLIT;
-  float w[STEPS][8];
-  load_row(gate, expert < E ? expert : E - 1, part, w);
-  wait_for_previous_kernel();  // the weights are under way
-  for (int t = first; t < last; t += BATCH) {
-    const float sum = dot_part(x + static_cast<i64>(t) * VECTORS, last - t, part, w);
-    const int lane = threadIdx.x & 31, at = lane / (32 / BATCH);
-    if (lane % (32 / BATCH) == 0 && t + at < last) sums[t + at - first][warp] = sum;
+// all [T, SPREAD * CLUSTER * EXPERTS] is scratch.
+KERNEL __launch_bounds__(THREADS, SPREAD == 1 && STORED <= 12 ? 2 : 1)
+    route_topk(const uint4* x, const uint4* __restrict__ gate, const float* __restrict__ bias, const i64* slots, int tokens,
+               float scale, float* all, int* experts, float* weights) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  uint4(*stored)[THREADS] = reinterpret_cast<uint4(*)[THREADS]>(memory);  // [STORED][THREADS]
+  __shared__ Shared shared;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank();
+  const i64 token0 = static_cast<i64>(blockIdx.x / (CLUSTER * SPREAD)) * TOKENS;
+  const int count = tokens - token0 < TOKENS ? static_cast<int>(tokens - token0) : TOKENS;
+  const int first = blockIdx.x % (CLUSTER * SPREAD) * EXPERTS;  // expert
+  let_next_kernel_start();
+
+  // Quad q is vector q / GROUPS of this lane, of row q % GROUPS * 8 + lane / 4 of the block.
+  auto vector_of = [&](int step) { return (warp * STEPS + step) * 4 + lane % 4; };
+  auto exists = [&](int q) {
+    const int row = q % GROUPS * 8 + lane / 4;
+    return vector_of(q / GROUPS) < VECTORS && row < EXPERTS && first + row < E;
+  };
+  auto source = [&](int q) {
+    return gate + static_cast<i64>(first + q % GROUPS * 8 + lane / 4) * VECTORS + vector_of(q / GROUPS);
+  };
+  uint4 kept[KEPT];
+#pragma unroll
+  for (int q = 0; q < QUADS; ++q) {
+    if (q < KEPT) kept[q] = exists(q) ? __ldg(source(q)) : make_uint4(0, 0, 0, 0);
+    else if (q >= KEPT + STORED) break;
+    else copy_16(shared_address(&stored[q - KEPT][threadIdx.x]), source(q), exists(q) ? 16 : 0);
+  }
+  for (int e = threadIdx.x; e < E; e += THREADS) copy_4(shared_address(&shared.bias[e]), bias + e);
+  const u32 arrived = shared_address(shared.arrived);
+  if (threadIdx.x == 0) {
+    const int mine = (count - rank + CLUSTER - 1) / CLUSTER;  // tokens; 0 if rank >= count
+    barrier_init(arrived, 1);
+    barrier_init_done();
+    barrier_arrive_expecting(arrived, (rank < count ? mine : 0) * CLUSTER * EXPERTS * sizeof(float));
+  }
+  cluster_arrive_relaxed();
+  wait_for_previous_kernel();
+
+  float acc[TILES][2][4] = {};
+#pragma unroll
+  for (int begin = 0; begin < STEPS; begin += AT_ONCE) {
+    uint4 b[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int v = vector_of(begin + i);
+      const bool real = begin + i < STEPS && v < VECTORS && lane / 4 < count;
+      b[i] = real ? x[(token0 + lane / 4) * VECTORS + v] : make_uint4(0, 0, 0, 0);
+    }
+    if (begin == 0) wait_for_copies();
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (begin + i >= STEPS) break;
+      auto weight = [&](int group) {
+        const int q = (begin + i) * GROUPS + group;
+        if (group >= GROUPS) return make_uint4(0, 0, 0, 0);
+        if (q < KEPT) return kept[q];
+        if (q < KEPT + STORED) return stored[q - KEPT][threadIdx.x];
+        return exists(q) ? __ldg(source(q)) : make_uint4(0, 0, 0, 0);
+      };
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const uint4 low = weight(2 * tile), high = weight(2 * tile + 1);
+        mma_bf16(acc[tile][0], {low.x, high.x, low.y, high.y}, b[i].x, b[i].y);
+        mma_bf16(acc[tile][1], {low.z, high.z, low.w, high.w}, b[i].z, b[i].w);
+      }
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    const float(&a)[4] = acc[tile][0], (&b)[4] = acc[tile][1];
+    float2* to = reinterpret_cast<float2*>(&shared.sums[warp][tile * 16 * TOKENS]) + lane;  // row lane / 4, two tokens
+    to[0] = make_float2(a[0] + b[0], a[1] + b[1]);
+    to[8 * TOKENS / 2] = make_float2(a[2] + b[2], a[3] + b[3]);
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < (last - first) * SETS; i += WARPS * 32) {
-    const int t = i / SETS, set = i % SETS;
-    float sum = 0.f;
+  cluster_wait();  // every block of the cluster has its barrier
+  for (int i = threadIdx.x; i < TILES * 16 * TOKENS; i += THREADS) {
+    const int row = i / TOKENS, t = i % TOKENS;
+    float sum[4] = {};
 #pragma unroll
-    for (int p = 0; p < SPLIT; ++p) sum += sums[t][set * SPLIT + p];
-    if (blockIdx.x * SETS + set < E)
-      scores[static_cast<i64>(first + t) * E + blockIdx.x * SETS + set] = score(sum);
+    for (int w = 0; w < WARPS; ++w) sum[w % 4] += shared.sums[w][i];
+    if (row < EXPERTS && t < count)
+      peer_store_async(peer_address(shared_address(&shared.scores[t / CLUSTER][rank * EXPERTS + row]), t % CLUSTER),
+                       score((sum[0] + sum[1]) + (sum[2] + sum[3])), peer_address(arrived, t % CLUSTER));
   }
-  if (!last_block(&arrivals[blockIdx.y], gridDim.x)) return;
-  for (int t = first + warp; t < last; t += WARPS) {
-    if (slots[t] < 0) write_none(t, experts, weights);
-    else select<false>(scores + static_cast<i64>(t) * E, bias, scale, t, experts, weights);
+  const int t = warp * CLUSTER + rank;
+  if (t >= count) return;
+  const i64 slot = slots[token0 + t];
+  barrier_wait_cluster(arrived, 0);
+  const float* scores = shared.scores[warp];
+  if (SPREAD > 1) {
+    constexpr int PART = CLUSTER * EXPERTS;
+    all += (token0 + t) * SPREAD * PART;
+    for (int i = lane; i < PART; i += 32) all[first / PART * PART + i] = scores[i];
+    if (!last_warp(&arrivals[token0 + t], SPREAD)) return;
+    scores = all;
   }
+  if (slot < 0) write_none(token0 + t, experts, weights);
+  else select<false>(scores, shared.bias, scale, token0 + t, experts, weights);
 }
 
 // A warp a token.
-KERNEL route_select(const float* __restrict__ logits, const float* __restrict__ bias, const i64* __restrict__ slots,
-                    int tokens, float scale, int* __restrict__ experts, float* __restrict__ weights) {
+KERNEL route_select(const float* logits, const float* __restrict__ bias, const i64* slots, int tokens, float scale,
+                    int* experts, float* weights) {
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+  let_next_kernel_start();
   wait_for_previous_kernel();
   if (t >= tokens) return;
   if (slots[t] < 0) write_none(t, experts, weights);
@@ -174,23 +219,41 @@ KERNEL route_select(const float* __restrict__ logits, const float* __restrict__ 
 
 #else
 
+constexpr int STEPS = (VECTORS + SPLIT * 32 - 1) / (SPLIT * 32);
+constexpr int WARPS = SPLIT * TOP;
+
 // SPLIT warps a pick, one block a token.
 KERNEL __launch_bounds__(WARPS * 32)
-    route_hash(const uint4* __restrict__ x, const void* __restrict__ gate, const i64* __restrict__ tid2eid,
-                  const i64* __restrict__ token_ids, const i64* __restrict__ slots, float scale,
-                  int* __restrict__ experts, float* __restrict__ weights) {
+    route_hash(const uint4* x, const uint4* __restrict__ gate, const i64* __restrict__ tid2eid, const i64* token_ids,
+               const i64* slots, float scale, int* experts, float* weights) {
   __shared__ float sums[WARPS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const i64 t = blockIdx.x;
+  let_next_kernel_start();
   wait_for_previous_kernel();
   if (slots[t] < 0) {
     if (warp == 0) write_none(t, experts, weights);
     return;
   }
   const i64* picks = tid2eid + token_ids[t] * TOP;
-  float w[STEPS][8];
-  load_row(gate, picks[warp / SPLIT], warp % SPLIT, w);
-  const float sum = dot_part(x + t * VECTORS, 1, warp % SPLIT, w);
+  const uint4* row = gate + picks[warp / SPLIT] * VECTORS;
+  uint4 w[STEPS], a[STEPS];
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    const int v = (s * SPLIT + warp % SPLIT) * 32 + lane;
+    w[s] = v < VECTORS ? __ldg(row + v) : make_uint4(0, 0, 0, 0);
+    a[s] = v < VECTORS ? x[t * VECTORS + v] : make_uint4(0, 0, 0, 0);
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    float one[8], other[8];
+    unpack8(w[s], one);
+    unpack8(a[s], other);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(one[i], other[i], sum);
+  }
+  sum = warp_sum(sum);
   if (lane == 0) sums[warp] = sum;
   __syncthreads();
   if (warp > 0) return;

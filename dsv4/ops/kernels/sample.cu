@@ -3,17 +3,16 @@
 // Bytes of a row at V = 129,280: logits 517 KB, and seen 129 KB if there is a penalty: 0.15 us at 4.25 TB/s. Greedy rows
 // are latency and one exchange; unfiltered draws add Philox and two logarithms a token near the maximum; filtered rows
 // add 12 exchanges for top-k and 13 for top-p.
-// Measured on an H200 in a CUDA graph: 1 and 8 rows alike greedy 5.4 us, plain draw 16, top-k 54, top-p 84, all three 97; 32
-// rows 15, 47, 164, 253, 292: there two clusters share a multiprocessor.
+// Measured on an H200 in a CUDA graph: 1 row greedy 3.5 us, plain draw 9.9, all three filters 71; 8 rows 5.1, 15, 101; 32 rows
+// 10, 36, 204.
 //
-// A thread goes through the same quads of tokens in each pass; a filtered row's scaled logits lie in `scaled`, which
-// stays in the L1 cache. All three filters keep a prefix of the stably sorted row, so
-// what is kept is what lies above a threshold, and of the tokens at it those below `cutoff`, which gives equal logits
-// their order; the others become -inf. Thresholds are found by bisection on the ordered bits, three bits a step: seven sums over the cluster, in
-// fixed order.
+// A thread goes through the same quads of tokens in each pass; a filtered row's scaled logits lie in `scaled`. All three
+// filters keep a prefix of the stably sorted row, so what is kept is what lies above a threshold, and of the tokens at it
+// those below `cutoff`, which gives equal logits their order; the others become -inf. Thresholds are found by bisection on
+// the ordered bits, three bits a step: seven sums over the cluster, in fixed order.
 //
 // Defines: V, THREADS, CLUSTER, FLOAT_LOGITS 0 (bf16) or 1.
-#include "common.cuh"
+#include "hopper.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr int ROW = (V + 3) / 4;                                                // quads of a row
@@ -25,12 +24,13 @@ constexpr float REACH = 20.f;
 
 struct Shared {
   float scratch[8][WARPS];
-  float box[2][CLUSTER][8];  // what each block says, by the parity of the exchange
+  alignas(16) float box[2][CLUSTER][8];  // what each block says, by the parity of the exchange
+  u64 arrived[2];                        // completes when all blocks have
 };
 
 struct Cluster {
   Shared& shared;
-  int rank, parity;
+  int rank, exchanges;
 };
 
 DEVICE u32 ordered(float x) {
@@ -43,10 +43,16 @@ DEVICE float from_ordered(u32 key) { return __uint_as_float(key & 0x80000000u ? 
 // This thread's quad number q of the row; beyond the row if there is none.
 DEVICE int quad_of(int q, int rank) { return (q * CLUSTER + rank) * THREADS + threadIdx.x; }
 
-// Afterwards every block of the cluster sees what the others stored; also a barrier of all of them.
-DEVICE void exchange() {
-  cluster_arrive();
-  cluster_wait();
+// An exchange: each block sends `bytes` to each block's box, which is returned once all of them are there. A box is used again
+// two exchanges later, when every block has read it, since each has sent again.
+DEVICE u32 next_barrier(Cluster& k) { return shared_address(&k.shared.arrived[k.exchanges & 1]); }
+DEVICE float* next_box(Cluster& k) { return k.shared.box[k.exchanges & 1][k.rank]; }
+
+DEVICE const float (*receive(Cluster& k, u32 bytes))[8] {
+  const u32 barrier = next_barrier(k);
+  if (threadIdx.x == 0) barrier_arrive_expecting(barrier, bytes * CLUSTER);
+  barrier_wait_cluster(barrier, k.exchanges >> 1 & 1);
+  return k.shared.box[k.exchanges++ & 1];
 }
 
 template <int Count>
@@ -60,16 +66,17 @@ DEVICE void cluster_sums(Cluster& k, float (&x)[Count]) {
   __syncthreads();
   if (warp < Count) {
     const float sum = warp_sum(lane < WARPS ? k.shared.scratch[warp][lane] : 0.f);
-    if (lane < CLUSTER) store_remote(&k.shared.box[k.parity][k.rank][warp], lane, sum);
+    if (lane < CLUSTER)
+      peer_store_async(peer_address(shared_address(next_box(k) + warp), lane), sum,
+                       peer_address(next_barrier(k), lane));
   }
-  exchange();
+  const float(*box)[8] = receive(k, Count * sizeof(float));
 #pragma unroll
-  for (int i = 0; i < Count; ++i) {
-    x[i] = 0.f;
+  for (int i = 0; i < Count; ++i) x[i] = 0.f;
+#pragma unroll 2
+  for (int r = 0; r < CLUSTER; ++r)
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) x[i] += k.shared.box[k.parity][r][i];
-  }
-  k.parity ^= 1;
+    for (int i = 0; i < Count; ++i) x[i] += box[r][i];
 }
 
 // A value and its token as one number: larger values first, then lower tokens.
@@ -108,28 +115,17 @@ DEVICE u64 cluster_best(Cluster& k, u64 best, float& top, float& sum) {
       best = (static_cast<u64>(__float_as_uint(k.shared.scratch[2][lane])) << 32) |
              __float_as_uint(k.shared.scratch[3][lane]);
     best = warp_max64(best);
-    if (lane < CLUSTER) {
-      float* box = k.shared.box[k.parity][k.rank];
-      store_remote(box, lane, high);
-      store_remote(box + 1, lane, sum);
-      store_remote(box + 2, lane, __uint_as_float(static_cast<u32>(best >> 32)));
-      store_remote(box + 3, lane, __uint_as_float(static_cast<u32>(best)));
-    }
+    const float four[4] = {high, sum, __uint_as_float(static_cast<u32>(best >> 32)), __uint_as_float(static_cast<u32>(best))};
+    if (lane < CLUSTER)
+      peer_store_async(peer_address(shared_address(next_box(k)), lane), four, peer_address(next_barrier(k), lane));
   }
-  exchange();
-  top = NEG_INF;
-  sum = 0.f;
-  best = 0;
-#pragma unroll
-  for (int r = 0; r < CLUSTER; ++r) top = fmaxf(top, k.shared.box[k.parity][r][0]);
-#pragma unroll
-  for (int r = 0; r < CLUSTER; ++r) {
-    const float* box = k.shared.box[k.parity][r];
-    sum += merge(box[0], top, box[1]);
-    best = larger(best, (static_cast<u64>(__float_as_uint(box[2])) << 32) | __float_as_uint(box[3]));
-  }
-  k.parity ^= 1;
-  return best;
+  const float(*box)[8] = receive(k, 4 * sizeof(float));
+  const bool inside = lane < CLUSTER;  // a block a lane
+  const float part = inside ? box[lane][0] : NEG_INF;
+  top = warp_max(part);
+  sum = warp_sum(merge(part, top, inside ? box[lane][1] : 0.f));
+  best = inside ? static_cast<u64>(__float_as_uint(box[lane][2])) << 32 | __float_as_uint(box[lane][3]) : 0;
+  return warp_max64(best);
 }
 
 // use(value, token) for all values of this thread, but for quads that lie below `floor` as a whole.
@@ -245,8 +241,8 @@ DEVICE float4 load_quad(const void* logits, i64 row, int quad) {
   if (quad >= ROW) return v;
   const i64 at = row * V + quad * 4;
   if (V % 4 == 0) {
-    if (FLOAT_LOGITS) return __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(logits) + at));
-    const uint2 pair = __ldg(reinterpret_cast<const uint2*>(static_cast<const u16*>(logits) + at));
+    if (FLOAT_LOGITS) return *reinterpret_cast<const float4*>(static_cast<const float*>(logits) + at);
+    const uint2 pair = *reinterpret_cast<const uint2*>(static_cast<const u16*>(logits) + at);
     return make_float4(bf16_low(pair.x), bf16_high(pair.x), bf16_low(pair.y), bf16_high(pair.y));
   }
   v.x = load_logit(logits, at);
@@ -281,16 +277,21 @@ DEVICE float4 penalise(float4 v, const unsigned char* seen, i64 row, int quad, D
 
 
 // scaled [rows, ROW] float4 is scratch for filtered rows.
-KERNEL __launch_bounds__(THREADS, 1)
-    sample(const void* __restrict__ logits, const unsigned char* __restrict__ seen,
-           const float* __restrict__ temperatures, const i64* __restrict__ top_ks, const float* __restrict__ top_ps,
-           const float* __restrict__ min_ps, const float* __restrict__ penalties, const i64* __restrict__ seeds,
-           const i64* __restrict__ positions, float4* scaled, i64* __restrict__ tokens, float* __restrict__ logprobs) {
+KERNEL __launch_bounds__(THREADS, 1024 / THREADS)
+    sample(const void* logits, const unsigned char* seen, const float* temperatures, const i64* top_ks, const float* top_ps,
+           const float* min_ps, const float* penalties, const i64* seeds, const i64* positions, float4* scaled, i64* tokens,
+           float* logprobs) {
   __shared__ Shared shared[1];
   const int rank = cluster_rank();
   const i64 row = blockIdx.x / CLUSTER;
   Cluster k = {shared[0], rank, 0};
-  cluster_arrive();  // before the first exchange every block of the cluster has begun
+  let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&k.shared.arrived[0]), 1);
+    barrier_init(shared_address(&k.shared.arrived[1]), 1);
+    barrier_init_done();
+  }
+  cluster_arrive_relaxed();
   wait_for_previous_kernel();
   const float temperature = temperatures[row];
   const Divisor penalty(penalties[row]);
@@ -298,7 +299,7 @@ KERNEL __launch_bounds__(THREADS, 1)
 
   float top = NEG_INF, sum = 0.f;  // of the plain logits
   u64 best = 0;                    // of the penalised ones
-  constexpr int AT_ONCE = QUADS < 4 ? QUADS : 4;
+  constexpr int AT_ONCE = QUADS < 8 ? QUADS : 8;
 #pragma unroll 1
   for (int q = 0; q < QUADS; q += AT_ONCE) {
     float4 x[AT_ONCE];
@@ -323,7 +324,7 @@ KERNEL __launch_bounds__(THREADS, 1)
                                  larger(candidate(p.z, quad * 4 + 2), candidate(p.w, quad * 4 + 3))));
     }
   }
-  cluster_wait();
+  cluster_wait();  // every block of the cluster has its barriers
   best = cluster_best(k, best, top, sum);
 
   if (temperature > 0.f) {
@@ -379,6 +380,8 @@ KERNEL __launch_bounds__(THREADS, 1)
   if (rank == 0 && threadIdx.x == 0) {
     const int token = candidate_token(best);
     tokens[row] = token;
-    logprobs[row] = load_logit(logits, row * V + token) - top - logf(sum);
+    // Without a penalty a greedy row has its logit already.
+    const float logit = temperature > 0.f || penalty.by != 1.f ? load_logit(logits, row * V + token) : candidate_value(best);
+    logprobs[row] = logit - top - logf(sum);
   }
 }

@@ -1,0 +1,79 @@
+// Rows of channels that get an RMSNorm and whose last channels turn, held by a few lanes: for rope.cu and advance.cu.
+#ifndef DSV4_ROPE
+#define DSV4_ROPE
+#include "common.cuh"
+
+// A row of Width bf16 channels (a multiple of 8) in Lanes neighbouring lanes, of which the last Turned turn.
+template <int Width, int Turned, int Lanes>
+struct Row {
+  static constexpr int CHUNKS = Width / 8, PER_LANE = (CHUNKS + Lanes - 1) / Lanes;
+  static_assert(Width % 8 == 0 && Turned % 2 == 0 && Turned <= Width && Lanes <= 32 && (Lanes & (Lanes - 1)) == 0, "");
+  float value[PER_LANE][8];
+  float2 turns[PER_LANE][4];  // cosine and sine of each pair
+
+  static DEVICE int vector(int p) { return p * Lanes + threadIdx.x % Lanes; }
+
+  // The angles at `position`. Nothing else of a row is needed for this, so it can come first.
+  DEVICE void prepare(i64 position, const float* inv_freq) {
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int pair = vector(p) * 4 + i - (Width - Turned) / 2;
+        if (pair >= 0 && pair < Turned / 2) rope_cos_sin(position, __ldg(inv_freq + pair), &turns[p][i].x, &turns[p][i].y);
+      }
+    }
+  }
+
+  DEVICE void load(const uint4* row) {
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p) unpack8(vector(p) < CHUNKS ? row[vector(p)] : make_uint4(0, 0, 0, 0), value[p]);
+  }
+
+  // Divided by its root mean square; all lanes of the warp.
+  DEVICE void normalise(float eps) {
+    float square = 0.f;
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) square = fmaf(value[p][i], value[p][i], square);
+    const float scale = rsqrtf(warp_sum<Lanes>(square) * (1.f / Width) + eps);
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) value[p][i] *= scale;
+  }
+
+  DEVICE void multiply(const float* weight) {
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p) {
+      if (vector(p) >= CHUNKS) continue;
+      const float4* at = reinterpret_cast<const float4*>(weight) + 2 * vector(p);
+      const float4 low = __ldg(at), high = __ldg(at + 1);
+      const float by[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) value[p][i] *= by[i];
+    }
+  }
+
+  DEVICE void turn() {
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (vector(p) * 4 + i < (Width - Turned) / 2) continue;
+        const float even = value[p][2 * i], odd = value[p][2 * i + 1];
+        value[p][2 * i] = even * turns[p][i].x - odd * turns[p][i].y;
+        value[p][2 * i + 1] = even * turns[p][i].y + odd * turns[p][i].x;
+      }
+    }
+  }
+
+  DEVICE void store(uint4* row) const {
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p)
+      if (vector(p) < CHUNKS) row[vector(p)] = pack8(value[p]);
+  }
+};
+
+#endif

@@ -1,0 +1,85 @@
+"""The expert kernels compile for Hopper and Blackwell, without spills and within their registers and shared memory."""
+
+import pytest
+
+from dsv4.ops.kernels.build import compile_cubin
+from dsv4.ops.kernels.moe import COMBINE, EXPERTS, PREFILL, TOKEN, prefill_bytes
+from dsv4.ops.kernels.moe_plans import BLOCKS, WHOLE, experts_plan, token_plan
+from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8
+
+pytest.importorskip("cuda.core")
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+FLASH, PRO = (4096, 2048), (7168, 3072)
+ODD = {BF16: (328, 200), FP8: (336, 208), FP4: (320, 192)}  # that do not fill steps of 128 bytes
+KINDS = [(BF16, False), (FP8, False), (FP4, False), (FP4, True)]  # and whether an FP8 expert goes along
+kinds = pytest.mark.parametrize("number, beside", KINDS, ids=["bf16", "FP8", "NVFP4", "NVFP4 and FP8"])
+arches = pytest.mark.parametrize("arch", ARCHITECTURES)
+
+
+def assert_fits(source: str, arch: str, defines: tuple[str, ...], threads: int) -> None:
+    """No spills, and `threads` threads of an SM have their registers (allotted by eight, to four warps at a time)."""
+    _, found = compile_cubin(source, arch, defines)
+    assert found
+    for name, used in found.items():
+        registers = -(-used.registers // 8) * 8 * -(-threads // 128) * 128
+        assert used.spill_bytes == 0 and registers <= 65536, f"{name}: {used}"
+        assert used.shared_bytes <= 4096
+
+
+def shapes(hidden: int, inter: int) -> tuple[tuple[bool, int, int], ...]:
+    """(gate_up, width, rows) of both launches."""
+    return (True, hidden, inter), (False, inter, hidden)
+
+
+@arches
+@kinds
+@pytest.mark.parametrize("odd", [False, True], ids=["Flash", "odd"])
+def test_one_token(odd, number, beside, arch):
+    """Small blocks leave room for the next kernel's, except at odd widths."""
+    for shape in shapes(*(ODD[number] if odd else FLASH)):
+        plan = token_plan(number, *shape, 6, beside, 132)
+        assert plan.tail == odd
+        assert_fits(TOKEN, arch, plan.defines(number), (1 if odd or plan.warps > 8 else 2) * plan.warps * 32)
+
+
+@arches
+@kinds
+@pytest.mark.parametrize("odd, tokens", [(False, 8), (False, 32), (True, 8)], ids=["Flash, 8", "Flash, 32", "odd"])
+def test_several_tokens(odd, tokens, number, beside, arch):
+    for shape in shapes(*(ODD[number] if odd else FLASH)):
+        plan = experts_plan(number, *shape[:2], tokens, beside)
+        assert_fits(EXPERTS, arch, plan.defines(number, beside), plan.warps * 32)
+
+
+@arches
+def test_combine(arch):
+    assert_fits(EXPERTS, arch, COMBINE, 128)
+
+
+@arches
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize("number", [BF16, FP8, FP4], ids=[form.name for form in FORMATS])
+def test_many_tokens(number, gated, arch):
+    """Two blocks of 256 threads an SM."""
+    assert_fits(PREFILL, arch, (f"FMT={number}", f"GATE_UP={gated}"), 512)
+    assert 2 * (prefill_bytes(number) + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("size", [FLASH, PRO], ids=["Flash", "Pro"])
+@kinds
+def test_they_fit_into_shared_memory(size, number, beside):
+    for shape in shapes(*size):
+        for tokens in (1, 2, 8, 32, 64):
+            plan = experts_plan(number, *shape[:2], tokens, beside)
+            assert plan.stages >= 2 and plan.bytes <= WHOLE
+        plan = token_plan(number, *shape, 6, beside, 132)
+        assert plan.stages >= 2 and plan.bytes <= (BLOCKS[number][2] if size == FLASH else WHOLE)
+
+
+@pytest.mark.parametrize("gate_up", [True, False])
+def test_one_token_of_flash_is_one_round(gate_up):
+    """Twelve tiles of the picked experts and halves of two of the shared expert's: a unit a warp."""
+    plan = token_plan(FP4, *shapes(*FLASH)[not gate_up], 6, True, 132)
+    assert (plan.warps - plan.shared_warps, plan.parts, plan.shared_warps, plan.shared_parts) == (12, 1, 4, 2)
+    assert plan.slots == plan.warps == 16
