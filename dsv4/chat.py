@@ -2,12 +2,17 @@
 
 Answers go to stdout as they are made, reasoning dimmed (in a pipe: between <think> and </think>); everything else goes to
 stderr. Ctrl-C stops an answer, not the program; what was said until then stays in the history.
+
+With --tools the model may call functions. Nothing is ever run: a call is printed, and the next line that is typed is its
+result, with which the model goes on.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import sys
+from pathlib import Path
 
 from dsv4.cli import add_model_arguments, add_sampling_arguments, note, sampling_settings
 
@@ -18,7 +23,8 @@ HELP = """\
 /help           this list
 /quit           leave, as do /exit and Ctrl-D
 //...           a message that begins with /
-Ctrl-C          stop the answer"""
+Ctrl-C          stop the answer
+After the call of a tool the next line is its result; with several calls, one line for each in their order."""
 
 
 def add_chat(commands) -> None:
@@ -37,6 +43,9 @@ def add_chat(commands) -> None:
     talk.add_argument("--system", metavar="TEXT", help="system prompt")
     talk.add_argument("--thinking", action="store_true", help="let the model reason before it answers")
     talk.add_argument("--effort", metavar="LEVEL", help="how much it reasons: high or max, in later releases also low")
+    talk.add_argument(
+        "--tools", metavar="FILE", help="JSON list of functions that the model may call, as OpenAI's API takes them"
+    )
     talk.add_argument("--hide-thinking", action="store_true", help="do not show the reasoning")
     talk.add_argument(
         "--encoding",
@@ -63,6 +72,7 @@ def chat(args: argparse.Namespace) -> int:
     source, format = ("checkpoint", "auto") if args.encoding == "checkpoint" else ("builtin", args.encoding)
     encoding = ChatEncoding.from_folder(args.model, Tokenizer.from_folder(args.model), format, source)
     encoding.check(args.thinking, args.effort)
+    tools = None if args.tools is None else read_tools(args.tools, encoding)
     engine = dsv4.load(
         args.model,
         device=args.device,
@@ -72,19 +82,37 @@ def chat(args: argparse.Namespace) -> int:
         prefill_chunk=args.prefill_chunk,
         compile=not args.no_compile,
         progress=not args.quiet,
+        activation=args.activation,
+        deterministic=args.deterministic,
     )
     engine.encoding = encoding
     note(args, str(engine.load_report))
-    return Talk(engine, args, settings).run()
+    return Talk(engine, args, settings, tools).run()
+
+
+def read_tools(file: str, encoding) -> list:
+    """The functions of a JSON file. ValueError for what the encoding cannot offer to a model."""
+    try:
+        tools = json.loads(Path(file).read_bytes())
+        encoding.render([{"role": "user", "content": "?"}], tools=tools)
+    except OSError as error:
+        raise ValueError(f"--tools: {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--tools: {file}: {error}") from error
+    if not tools:
+        raise ValueError(f"--tools: {file}: found no functions, expected a list of at least one")
+    return tools
 
 
 class Talk:
     """One conversation: reads lines, keeps the history, prints answers."""
 
-    def __init__(self, engine, args: argparse.Namespace, settings: dict):
-        self.engine, self.args, self.settings = engine, args, settings
+    def __init__(self, engine, args: argparse.Namespace, settings: dict, tools: list | None = None):
+        self.engine, self.args, self.settings, self.tools = engine, args, settings, tools
         self.system: str | None = args.system
         self.history: list[dict] = []
+        self.calls: list[dict] = []  # of the last answer; as many `results` as were given so far
+        self.results: list[dict] = []
         self.failed = False
         self.interactive = sys.stdin.isatty()
         if self.interactive:
@@ -104,21 +132,24 @@ class Talk:
                 continue
             if line is None:
                 return 2 if self.failed and not self.interactive else 0
-            if not line.strip():
-                continue
             if line.startswith("/") and not line.startswith("//"):
                 if self.command(line):
                     return 0
-            else:
-                self.answer(line[1:] if line.startswith("//") else line)
+                continue
+            line = line[1:] if line.startswith("//") else line
+            if self.calls:
+                self.result(line)
+            elif line.strip():
+                self.answer([*self.history, {"role": "user", "content": line}])
 
     def read(self) -> str | None:
         """The next line, None at the end."""
+        prompt = f"result of {harmless(self.calls[len(self.results)]['function']['name'])}> " if self.calls else "> "
         try:
             if self.interactive:
                 if sys.stdout.isatty():
-                    return input("> ")
-                print("> ", end="", file=sys.stderr, flush=True)
+                    return input(prompt)
+                print(prompt, end="", file=sys.stderr, flush=True)
                 return input()
             line = sys.stdin.readline()
         except EOFError:
@@ -135,7 +166,7 @@ class Talk:
         if name in ("/quit", "/exit"):
             return True
         if name == "/reset":
-            self.history = []
+            self.history, self.calls, self.results = [], [], []
         elif name == "/system":
             self.system = rest or None
         elif name == "/help":
@@ -144,15 +175,26 @@ class Talk:
             self.complain(f"no command {name}; /help lists the commands, and // begins a message with /")
         return False
 
-    def answer(self, text: str) -> None:
-        """Ask the model and print what it says. A message that fails does not stay in the history."""
-        messages = [*self.history, {"role": "user", "content": text}]
+    def result(self, text: str) -> None:
+        """Take the result of a call; after the last one the model goes on."""
+        call = self.calls[len(self.results)]
+        self.results.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        if len(self.results) == len(self.calls):
+            self.answer([*self.history, *self.results])
+
+    def answer(self, messages: list[dict]) -> None:
+        """Ask the model and print what it says. Messages that fail do not stay in the history."""
+        self.results = []
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         printer = Printer(self.args.hide_thinking)
         stopped = False
         try:
             pieces = self.engine.stream_chat(
-                [*system, *messages], thinking=self.args.thinking, effort=self.args.effort, **self.settings
+                [*system, *messages],
+                thinking=self.args.thinking,
+                effort=self.args.effort,
+                tools=self.tools,
+                **self.settings,
             )
             with contextlib.closing(pieces):
                 for piece in pieces:
@@ -171,13 +213,19 @@ class Talk:
             if any(printer.said.values()):
                 said = {"role": "assistant", "content": printer.said["content"]}
                 self.history = [*messages, said | {"reasoning_content": printer.said["reasoning"]}]
+                self.calls = []
             note(self.args, "(stopped)")
             return
         last = self.engine.last
-        self.history = [*messages, last.message | {"tool_calls": None}]
-        if last.tool_calls or last.unparsed:
-            names = ", ".join(call["function"]["name"] for call in last.tool_calls) or "malformed"
-            self.complain(f"the model called a tool ({names}), and chat has none")
+        self.calls = last.tool_calls if self.tools else []
+        self.history = [*messages, last.message | {"tool_calls": self.calls}]
+        for call in self.calls:
+            print(harmless(f"call of {call['function']['name']} {call['function']['arguments']}"), flush=True)
+        if last.tool_calls and not self.tools:
+            names = ", ".join(call["function"]["name"] for call in last.tool_calls)
+            self.complain(f"the model called a tool ({names}), and chat has none; --tools offers some")
+        elif last.unparsed:
+            self.complain(f"the model called a tool in a way that cannot be read: {harmless(last.unparsed)!r:.300}")
         if last.finish_reason == "length":
             limit = "--max-new-tokens" if self.args.max_new_tokens else "the context; a larger --max-context gives more"
             note(self.args, f"(cut off at {limit})")
@@ -188,6 +236,11 @@ class Talk:
     def complain(self, text: str) -> None:
         self.failed = True
         print(f"dsv4: error: {text}", file=sys.stderr)
+
+
+def harmless(text: str) -> str:
+    """Without control characters: what a model says may not move the cursor or rename the window."""
+    return "".join(char for char in text if (char >= " " and not "\x7f" <= char < "\xa0") or char in "\n\t")
 
 
 class Printer:
@@ -211,9 +264,7 @@ class Printer:
                 self._write(DIM if self.dim else "<think>")
         elif self._open:
             self._close("\n\n")
-        if self.terminal:  # an answer may not move the cursor or rename the window
-            text = "".join(char for char in text if (char >= " " and not "\x7f" <= char < "\xa0") or char in "\n\t")
-        self._write(text)
+        self._write(harmless(text) if self.terminal else text)
 
     def end(self) -> None:
         """End the line, also after an interruption."""

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FORMATS = ("nvfp4-experts",)
+FORMATS = ("nvfp4-experts", "all-nvfp4")  # keys of dsv4.model.targets.TARGETS
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "generation_config.json")
 COPIED += ("*.jinja", "chat_template*", "LICENSE*", "encoding")
 NOT_COPIED = ("config.json", "*.safetensors", "*.safetensors.index.json")  # what is written anew
@@ -33,14 +33,20 @@ def add_quantize(commands) -> None:
     """The parser of `dsv4 quantize`."""
     parser = commands.add_parser(
         "quantize",
-        help="write a checkpoint again with NVFP4 experts",
+        help="write a checkpoint again with NVFP4 weights",
         description="Write the checkpoint SRC (BF16, FP32, FP8, MXFP4 or a mixture) as a new folder DST. "
         "An interrupted run leaves DST.work, and the same command goes on with it.",
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SRC", help="checkpoint folder")
     parser.add_argument("target", metavar="DST", help="folder to write; must not exist")
-    parser.add_argument("--format", default=FORMATS[0], metavar="NAME", help=f"default and only one: {FORMATS[0]}")
+    parser.add_argument(
+        "--format",
+        default=FORMATS[0],
+        metavar="NAME",
+        help="nvfp4-experts, NVIDIA's: experts NVFP4, other linears FP8 (default); all-nvfp4: all linears but router and "
+        "head NVFP4, under transformers' names",
+    )
     parser.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="bytes of a file; default: 5 GB")
     parser.add_argument("--drop-mtp", action="store_true", help="leave out the draft head (mtp.*), else copied as it is")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, where values are computed")
@@ -113,12 +119,13 @@ def run(source: Path, target: Path, work: Path, args: argparse.Namespace) -> str
     from dsv4.model.checkpoint import FolderSource
     from dsv4.model.config import ModelConfig, read_json_object
     from dsv4.model.shards import Folder, Reader
+    from dsv4.model.targets import TARGETS
     from dsv4.model.transformer import Transformer
 
-    folder = Folder.open(source)
+    folder, form = Folder.open(source), TARGETS[args.format]
     config = ModelConfig.from_folder(source)
     FolderSource.check(folder, lambda weights: Transformer(config, weights), config.dtype)
-    items = conversion.items(folder, args.drop_mtp)
+    items = conversion.items(folder, form, args.drop_mtp)
     shards = split(items, int(args.shard_size * 1e9))
     out, done = work / "out", work / "done"
     start_or_go_on(work, fingerprint(folder, args))
@@ -146,8 +153,12 @@ def run(source: Path, target: Path, work: Path, args: argparse.Namespace) -> str
 
     write_index(out, dict(zip(names, shards, strict=True)))
     values = read_json_object(source / "config.json")
+    # Scales of FP8 weights, where the format has any, are powers of two (E8M0) unless the source has others.
     powers = all(o.dtype == "F8_E8M0" for item in items for o in item.outputs if o.name.endswith(".scale"))
-    write_json(out / "config.json", output_config(values, config, args.drop_mtp, powers))
+    quantization = form.quantization_config(config.num_hidden_layers)
+    if not powers:
+        quantization.pop("scale_fmt", None)
+    write_json(out / "config.json", output_config(values, config, args.drop_mtp) | {"quantization_config": quantization})
     left_out = copy_files(source, out)
     written = Folder.open(out)
     FolderSource.check(written, lambda weights: Transformer(config, weights), config.dtype)  # before it is called done
@@ -248,11 +259,9 @@ def write_index(out: Path, shards: dict[str, list]) -> None:
         write_json(out / "model.safetensors.index.json", index)
 
 
-def output_config(values: dict, config, drop_mtp: bool, powers: bool) -> dict:
-    """config.json of the result: native spelling, with this format's `quantization_config`. `powers` says whether all
-    scales of FP8 weights are powers of two (E8M0), which they are unless the source has others."""
+def output_config(values: dict, config, drop_mtp: bool) -> dict:
+    """config.json of the result but for its `quantization_config`: native spelling."""
     from dsv4.model.config_json import IGNORED_KEYS
-    from dsv4.model.export import quantization_config
 
     if "compress_ratios" not in values:  # transformers' spelling
         values = {key: value for key, value in values.items() if key in IGNORED_KEYS} | config.to_json()
@@ -260,10 +269,7 @@ def output_config(values: dict, config, drop_mtp: bool, powers: bool) -> dict:
     out |= {"torch_dtype": "bfloat16", "expert_dtype": "fp4"}
     if drop_mtp:
         out = {key: value for key, value in out.items() if not key.startswith("dspark_")} | {"num_nextn_predict_layers": 0}
-    quantization = quantization_config(config.num_hidden_layers)
-    if not powers:
-        del quantization["scale_fmt"]
-    return out | {"quantization_config": quantization}
+    return out
 
 
 def copy_files(source: Path, out: Path) -> list[str]:

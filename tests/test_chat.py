@@ -1,6 +1,7 @@
 """`Engine.chat` on the shipped model, and `dsv4 chat`: a fake engine for the talk, the real one in a pseudo-terminal."""
 
 import io
+import json
 import os
 import select
 import signal
@@ -97,6 +98,7 @@ class FakeEngine:
 
     def __init__(self):
         self.pieces = [("reasoning", "well"), ("content", "Hel"), ("content", "lo")]
+        self.tool_calls, self.unparsed = [], ""
         self.calls, self.options, self.fail, self.last = [], None, None, None
         self.load_report = "loaded"
 
@@ -111,8 +113,9 @@ class FakeEngine:
             said = {kind: "".join(text for k, text in self.pieces if k == kind) for kind in ("reasoning", "content")}
             message = {"role": "assistant", "content": said["content"]}
             timing = Timing(3, 4, 0.1, 0.25, 1.5)
-            self.last = ChatCompletion([7], [1], "", "stop", None, timing, **said, tool_calls=[], complete=True,
-                                       unparsed="", message=message)  # fmt: skip
+            calls, self.tool_calls = self.tool_calls, []  # only once
+            self.last = ChatCompletion([7], [1], "", "stop", None, timing, **said, tool_calls=calls, complete=True,
+                                       unparsed=self.unparsed, message=message)  # fmt: skip
 
         return pieces()
 
@@ -175,7 +178,108 @@ def test_a_tool_call_and_a_cut_are_told(talk):
         _, _, err = talk("one\n", "--max-tokens", "4")
     finally:
         del type(talk.engine).last
-    assert "dsv4: error: the model called a tool (f), and chat has none\n(cut off at --max-new-tokens)\n" in err
+    assert (
+        "dsv4: error: the model called a tool (f), and chat has none; --tools offers some\n(cut off at --max-new-tokens)\n"
+        in err
+    )
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def call(number: int, city: str) -> dict:
+    function = {"name": "weather", "arguments": f'{{"city": "{city}"}}'}
+    return {"id": f"call_{number}", "type": "function", "function": function}
+
+
+@pytest.fixture
+def tools(tmp_path) -> str:
+    (tmp_path / "tools.json").write_text(json.dumps([WEATHER]))
+    return str(tmp_path / "tools.json")
+
+
+def test_tools_are_offered_called_and_answered(talk, tools):
+    """Two calls, of which each gets the next line, an empty one too; then the model goes on, and the talk after it."""
+    talk.engine.tool_calls = [call(0, "Oslo"), call(1, "Rome\x9b2J")]
+    status, out, err = talk("one\nsunny\n\ntwo\n", "--tools", tools, "--hide-thinking", "--quiet")
+    assert (status, err) == (0, "")
+    assert out == 'Hello\ncall of weather {"city": "Oslo"}\ncall of weather {"city": "Rome2J"}\nHello\nHello\n'
+    assert talk.engine.options["tools"] == [WEATHER]
+    first, second, third = talk.engine.calls
+    assert contents(first) == [("user", "one")]
+    assert second[1]["tool_calls"] == [call(0, "Oslo"), call(1, "Rome\x9b2J")]
+    assert second[2:] == [
+        {"role": "tool", "tool_call_id": "call_0", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "call_1", "content": ""},
+    ]
+    assert contents(third) == [*contents(second), ("assistant", "Hello"), ("user", "two")]
+
+
+def test_commands_while_a_result_is_awaited(talk, tools):
+    talk.engine.tool_calls = [call(0, "Oslo")]
+    status, _, err = talk("one\n/nope\n/reset\ntwo\n", "--tools", tools, "--quiet")
+    assert (
+        status == 2 and err == "dsv4: error: no command /nope; /help lists the commands, and // begins a message with /\n"
+    )
+    assert contents(talk.engine.calls[-1]) == [("user", "two")]
+
+
+def test_a_result_that_fails_is_asked_for_again(talk, tools):
+    talk.engine.tool_calls = [call(0, "Oslo")]
+    answer = talk.engine.stream_chat
+
+    def once(messages, **options):
+        if messages[-1]["content"] == "too long":
+            raise ValueError("prompt 0 has 300 tokens")
+        return answer(messages, **options)
+
+    talk.engine.stream_chat = once
+    status, _, err = talk("one\ntoo long\nshort\n", "--tools", tools, "--quiet")
+    assert (status, err) == (2, "dsv4: error: prompt 0 has 300 tokens; /reset begins anew\n")
+    assert talk.engine.calls[-1][-1] == {"role": "tool", "tool_call_id": "call_0", "content": "short"}
+
+
+def test_a_malformed_call_is_told(talk, tools):
+    talk.engine.unparsed = "<｜DSML｜tool_calls>\nweather"
+    _, _, err = talk("one\n", "--tools", tools, "--quiet")
+    assert err == "dsv4: error: the model called a tool in a way that cannot be read: '<｜DSML｜tool_calls>\\nweather'\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    (
+        (None, "nowhere.json: No such file"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "recursion"),
+        ("[]", "found no functions"),
+        ("{}", "found no functions"),
+        ('"f"', "tools: found str, expected a list of tools"),
+        ('[{"type": "function"}]', "tools[0]: found {'type': 'function'}, expected a function with a name"),
+    ),
+)
+def test_bad_files_of_tools(talk, tmp_path, content, error):
+    file = tmp_path / "nowhere.json"
+    if content is not None:
+        file.write_text(content)
+    status, out, err = talk("one\n", "--tools", str(file))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"dsv4: error: --tools: {file}: ") and error in err
+
+
+def test_a_turn_with_tools_through_the_real_engine():
+    """A call as a model would write it is taken apart, and the next prompt has the offer, the call and its result."""
+    import dsv4
+
+    engine = dsv4.load(TINY, device="cpu", max_context=640, compile=False)
+    said = '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Oslo'
+    said += "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    answer = engine.encoding.parse(said + "<｜end▁of▁sentence｜>")
+    assert answer.complete and answer.tool_calls == [call(0, "Oslo")]
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "sunny"}
+    after = engine.chat([*QUESTION, answer.message(), result], tools=[WEATHER], temperature=0, max_new_tokens=2)
+    prompt = engine.tokenizer.decode(after.prompt_token_ids, skip_special=False)
+    assert '{"name": "weather"' in prompt and f"</think>{said}" in prompt
+    assert prompt.endswith("<｜User｜><tool_result>sunny</tool_result><｜Assistant｜></think>")
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_broken_folders_get_a_verdict(tmp_path, capsys):
 
 
 def test_a_missing_shard_does_not_hide_the_others(tmp_path, capsys):
-    whole = [t for t in native_release(flash(), mtp=False) if ".ffn.experts." not in t.name]
+    whole = [t for t in native_release(flash(), draft=None) if ".ffn.experts." not in t.name]
     folder = sparse(tmp_path / "flash", flash(), whole, shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     status, out = inspect(capsys, folder)

@@ -17,12 +17,14 @@ from dsv4 import cli
 from dsv4.model import conversion
 from dsv4.model.config import ModelConfig
 from dsv4.model.export import shared_scale_2
-from dsv4.model.inventory import nvfp4_experts_release
+from dsv4.model.inventory import all_nvfp4_release, nvfp4_experts_release
+from dsv4.model.linear import Fp8BlockLinear, Nvfp4Linear, PlainLinear
 from dsv4.model.names import HF, HF_ORIGINAL
 from dsv4.model.shards import TORCH_DTYPES
 from dsv4.ops.fp8 import dequantize_fp8_block, encode_e8m0, quantize_fp8_block
 from dsv4.ops.mxfp4 import dequantize_mxfp4
 from dsv4.ops.nvfp4 import dequantize_nvfp4, encode_e2m1, pack_nibbles, quantize_nvfp4
+from dsv4.quantize import FORMATS
 from tests.model import format_checkpoints
 from tests.model.checkpoints import same
 from tests.model.format_checkpoints import VARIANTS
@@ -93,36 +95,75 @@ def values_of(stored: dict[str, torch.Tensor], module: str) -> torch.Tensor:
     return dequantize_nvfp4(*(stored[f"{module}.{part}"] for part in parts))
 
 
+def source_of(variant: format_checkpoints.Variant, key: str):
+    """How the source stores a weight of this native name."""
+    if ".ffn.experts." in key:
+        return variant.experts
+    return variant.others if format_checkpoints.OTHERS.search(key) else variant.linears
+
+
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_format(tmp_path, name):
-    """The result stands for the weights of its source: the same ones where they were NVFP4 or MXFP4 experts of one scale,
-    or FP8 or plain as here; else as near as the formats allow."""
+def test_every_format(tmp_path, name, form):
+    """The result stands for the weights of its source: the same ones where they were NVFP4 or MXFP4 of one scale, or FP8
+    or plain as here; else as near as the formats allow."""
     variant = VARIANTS[name]
     meant = format_checkpoints.write(tmp_path / "in", variant)
-    assert run(tmp_path / "in", tmp_path / "out", "--quiet") == 0
-    out = tensors(tmp_path / "out")
-    expected = {tensor.name: tensor for tensor in nvfp4_experts_release(format_checkpoints.config(), mtp=False)}
+    assert run(tmp_path / "in", tmp_path / "out", "--quiet", "--format", form) == 0
+    out, config = tensors(tmp_path / "out"), format_checkpoints.config()
+    release = nvfp4_experts_release(config, draft=None) if form == "nvfp4-experts" else all_nvfp4_release(config)
+    expected = {tensor.name: tensor for tensor in release}
     f32_scales = {name for name in out if name.endswith(".scale") and out[name].dtype == torch.float32}
     assert out.keys() == expected.keys()
     for key, tensor in expected.items():
         assert tuple(out[key].shape) == tensor.shape
         assert key in f32_scales or out[key].dtype == TORCH_DTYPES[tensor.dtype]
     quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert ("scale_fmt" in quantization) == (not f32_scales)
-    four_bits = variant.experts not in (format_checkpoints.plain, *FP8_WRITERS)
+    assert quantization["quant_method"] == {"nvfp4-experts": "fp8", "all-nvfp4": "modelopt"}[form]
+    assert ("scale_fmt" in quantization) == (form == "nvfp4-experts" and not f32_scales)
+    if form == "all-nvfp4":
+        out = {HF.to_native(key): value for key, value in out.items()}
     for key, value in meant.items():
         found, module = out[key], key.removesuffix(".weight")
         if found.dtype == torch.uint8:
-            result, allowed = values_of(out, module), 0.12
-            exact = four_bits and (variant.scale_2 != "each" or variant.experts is format_checkpoints.mxfp4)
-            exact = exact or (four_bits and module.endswith("w2"))
+            result, allowed, source = values_of(out, module), 0.12, source_of(variant, key)
+            paired = module.endswith((".w1", ".w3"))  # in the source each may have a scale_2 of its own
+            one_scale = not paired or (variant.scale_2 != "each" and ".experts." in key)
+            exact = source is format_checkpoints.mxfp4 or ("nvfp4" in source.__name__ and one_scale)
         elif found.dtype == torch.float8_e4m3fn:
             result, allowed = dequantize_fp8_block(found, out[f"{module}.scale"]), 0.04
             exact = variant.linears in FP8_WRITERS
         else:
-            result, allowed, exact = found, 0.005, variant.others is format_checkpoints.plain
+            result, allowed, exact = found, 0.005, source_of(variant, key) is format_checkpoints.plain
+            exact = exact and not (form == "all-nvfp4" and key.endswith(".ape"))  # BF16 there
         error = (result.float() - value.float()).norm() / value.float().norm().clamp(min=1e-9)
         assert error <= (1e-6 if exact else allowed), f"{key}: {error}"
+
+
+@pytest.mark.parametrize("name", ["bf16, fused", "native", "nvfp4 experts"])
+def test_logits_of_all_nvfp4(tmp_path, draw, name):
+    """From plain, MXFP4 and NVFP4 experts: it loads, every linear but router and head is NVFP4, and the logits are those
+    of transformers on the values that the file holds."""
+    format_checkpoints.write(tmp_path / "in", VARIANTS[name])
+    assert run(tmp_path / "in", tmp_path / "out", "--quiet", "--format", "all-nvfp4") == 0
+    stored = {HF.to_native(key): value for key, value in tensors(tmp_path / "out").items()}
+    meant = {}
+    for key, value in stored.items():
+        module = key.removesuffix(".weight")
+        if value.dtype == torch.uint8:
+            scale = stored[f"{module}.weight_scale"].float().repeat_interleave(16, -1)
+            meant[key] = format_checkpoints.values_of(value) * scale * stored[f"{module}.weight_scale_2"]
+        elif not key.endswith(("weight_scale", "weight_scale_2", "input_scale")):
+            meant[key] = value.float() if value.is_floating_point() else value
+    theirs = format_checkpoints.in_transformers(meant)
+    ids = clear_tokens(format_checkpoints.NAME, 45, draw, theirs)
+    engine = dsv4.load(tmp_path / "out", "cpu", torch.float32, max_context=64, compile=False)
+    wanted = theirs(torch.tensor([ids]), use_cache=False).logits[0]
+    assert (engine.logits([ids])[0] - wanted).abs().max() <= 1e-4
+    linears = [
+        type(module) for module in engine.model.modules() if type(module) in (Nvfp4Linear, Fp8BlockLinear, PlainLinear)
+    ]
+    assert linears.count(PlainLinear) == 1 and set(linears) == {PlainLinear, Nvfp4Linear}  # the head
 
 
 def test_fp32_source(tmp_path, capsys, draw):
@@ -159,9 +200,10 @@ def test_report(tmp_path, capsys):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_same_bytes_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("form", FORMATS)
+def test_same_bytes_on_a_gpu(tmp_path, form):
     for device in ("cpu", "cuda"):
-        assert run(folder("tiny"), tmp_path / device, "--quiet", "--device", device) == 0
+        assert run(folder("tiny"), tmp_path / device, "--quiet", "--format", form, "--device", device) == 0
     assert (tmp_path / "cpu" / "model.safetensors").read_bytes() == (tmp_path / "cuda" / "model.safetensors").read_bytes()
 
 
@@ -319,7 +361,7 @@ def refusals(path: Path):
     yield (path / "nothing", path / "out"), "no such folder"
     yield (broken, path / "out"), "truncated"
     yield (write(path / "less", {k: v for k, v in native().items() if k != "norm.weight"}), path / "out"), "norm.weight"
-    yield (tiny, path / "out", "--format", "all-nvfp4"), "all-nvfp4"
+    yield (tiny, path / "out", "--format", "int4"), "nvfp4-experts or all-nvfp4"
     yield (tiny, path / "out", "--shard-size", "0"), "--shard-size"
     yield (tiny, path / "out", "--shard-size", "nan"), "--shard-size"
     yield (tiny, path / "out", "--device", "tpu"), "--device"

@@ -173,7 +173,7 @@ def tensors_of(variant: Variant) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a checkpoint under their names in the file, and the weights they stand for by native name."""
     files, meant = {}, {}
     naming = names.HF if variant.naming == "hf" else names.NATIVE
-    for expected in native_release(config(), mtp=False):
+    for expected in native_release(config(), draft=None):
         name = expected.name
         if expected.dtype == "F8_E8M0" or ".ffn.experts." in name:
             continue

@@ -181,10 +181,13 @@ def test_arguments_that_are_no_object_become_one_parameter(encoding):
     ),
 )
 def test_bug_report_30_where_the_answer_begins(encoding, messages, expected):
+    """System text after the first message stood bare, and the start of an answer before a reminder or not at all.
+    https://github.com/NVIDIA/TensorRT-LLM/pull/18345 https://github.com/vllm-project/vllm/issues/46256"""
     assert encoding.render(messages) == BOS + expected
 
 
 def test_bug_report_30_generation_prompt_is_honoured(encoding):
+    """add_generation_prompt was ignored. https://github.com/NVIDIA/TensorRT-LLM/pull/18345"""
     for messages in ([user("a")], [user("a"), reminder("r")], [system("s")], [user("a"), answer("x")]):
         text = encoding.render(messages)
         assert text == encoding.render(messages, generation_prompt=False) + f"{A}</think>"

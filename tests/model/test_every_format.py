@@ -1,10 +1,13 @@
 """Every format of checkpoint: one model in each of them gives the logits of transformers on the weights it stands for."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import dsv4
+from dsv4.model.export import quantization_config
 from dsv4.model.linear import Fp8BlockLinear, Fp8Experts, Nvfp4Experts, Nvfp4Linear, PlainExperts, PlainLinear
 from tests.model import format_checkpoints
 from tests.model.format_checkpoints import NAME, VARIANTS, in_transformers, oracle, tensors_of
@@ -30,7 +33,7 @@ def test_logits(name, tmp_path, draw):
     block = engine.runner.model.layers[1]
     experts = {"plain": PlainExperts, "write": Fp8Experts}.get(variant.experts.__name__, Nvfp4Experts)
     assert type(block.ffn.experts) is experts
-    for part, module in ((variant.linears, block.attn.wo_a), (variant.others, block.attn.compressor.wkv)):
+    for part, module in ((variant.linears, block.attn.wo_a), (variant.others, block.attn.wx.exact)):
         linear = {"plain": PlainLinear, "write": Fp8BlockLinear}.get(part.__name__, Nvfp4Linear)
         assert type(module) is linear
 
@@ -59,6 +62,33 @@ def test_mxfp4_is_what_its_lossless_cast_is(kind, tmp_path, draw):
     save_file(tensors, file)
     ids = draw.integers(2, 64, LENGTH).tolist()
     assert torch.equal(load(tmp_path / "cast").logits([ids])[0], native.logits([ids])[0])
+
+
+EARLY = {  # of NVIDIA's exports; the later generation is dsv4.model.export.quantization_config
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "quant_algo": None,
+    "moe_quant_algo": "NVFP4",
+    "quantized_layers": {
+        f"layers.{layer}.ffn.experts.{expert}.{part}": {"quant_algo": "NVFP4", "awq_block_size": 16}
+        for layer in range(4)
+        for expert in range(4)
+        for part in ("w1", "w2", "w3")
+    },
+}
+
+
+def test_both_generations_of_metadata(tmp_path, draw):
+    """The same weights described in two ways, or not at all: tensors are told by their dtypes."""
+    format_checkpoints.write(tmp_path, VARIANTS["nvfp4 experts"])
+    config, ids = json.loads((tmp_path / "config.json").read_text()), draw.integers(2, 64, LENGTH).tolist()
+    logits = []
+    for description in (None, EARLY, quantization_config(4)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
+        ignored = {"producer": {"name": "modelopt"}, "quantization": {"exclude_modules": ["*.attn.*", "head"]}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(ignored))
+        logits.append(load(tmp_path).logits([ids])[0])
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
 @pytest.mark.parametrize("different", [False, True])

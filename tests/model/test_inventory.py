@@ -2,15 +2,16 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dsv4.model import inventory, names
+from dsv4.model import names
 from dsv4.model.checkpoint import FolderSource
 from dsv4.model.config import ModelConfig, flash, pro
-from dsv4.model.inventory import Expected, native_release, nvfp4_experts_release
+from dsv4.model.inventory import Expected, all_nvfp4_release, native_release, nvfp4_experts_release
 from dsv4.model.linear import Fp8BlockLinear, Fp8Experts, Nvfp4Experts, Nvfp4Linear
 from dsv4.model.shards import BITS, Folder, Stored
 from dsv4.model.transformer import Transformer
@@ -40,7 +41,25 @@ def test_published_counts(name, count, draft):
     tensors = list(native_release(RELEASES[name]()))
     assert len(tensors) == len({tensor.name for tensor in tensors}) == count
     assert sum(names.is_skipped(tensor.name) for tensor in tensors) == draft
-    assert list(native_release(RELEASES[name](), mtp=False)) == [t for t in tensors if not names.is_skipped(t.name)]
+    assert list(native_release(RELEASES[name](), draft=None)) == [t for t in tensors if not names.is_skipped(t.name)]
+
+
+def test_published_counts_of_dspark():
+    """Of Flash-0731's index: 72,317 tensors, 4,705 of them of the draft head, in three blocks.
+    https://github.com/vllm-project/vllm/pull/41834"""
+    tensors = list(native_release(flash(), draft="DSpark"))
+    assert len(tensors) == len({tensor.name for tensor in tensors}) == 72_317
+    blocks = Counter(tensor.name[:5] for tensor in tensors if names.is_skipped(tensor.name))
+    assert blocks == {"mtp.0": 1568, "mtp.1": 1565, "mtp.2": 1572}
+
+
+def test_dspark_is_skipped_and_counted():
+    tensors = list(native_release(flash(), draft="DSpark"))
+    _, report = dry_build(flash(), tensors)
+    nbytes = sum(stored.nbytes for key, stored in folder_of(tensors).tensors.items() if key.startswith("mtp."))
+    assert report.draft == "DSpark"
+    assert (report.skipped["mtp."].tensors, report.skipped["mtp."].bytes) == (4705, nbytes)
+    assert f"skipped mtp.*: 4705 tensors, {nbytes / 1e9:.1f} GB (a draft head: DSpark)" in str(report)
 
 
 def test_dtypes_of_flash():
@@ -100,45 +119,59 @@ def test_native_builds_from_headers(name):
 
 
 @pytest.mark.parametrize("name", RELEASES)
-@pytest.mark.parametrize("mtp_experts", ["MXFP4", "NVFP4"])
-def test_nvfp4_builds_from_headers(name, mtp_experts):
+@pytest.mark.parametrize("draft_experts", ["MXFP4", "NVFP4"])
+def test_nvfp4_builds_from_headers(name, draft_experts):
     config = RELEASES[name]()
-    model, report = dry_build(config, list(nvfp4_experts_release(config, mtp_experts=mtp_experts)))
+    model, report = dry_build(config, list(nvfp4_experts_release(config, draft_experts=draft_experts)))
     assert type(model.layers[-1].ffn.experts) is Nvfp4Experts
     assert report.formats["NVFP4"].tensors == config.num_hidden_layers * config.n_routed_experts * 9
     assert report.formats.keys() == {"NVFP4", "FP8 block", "plain"}
 
 
-def test_base_model_builds_from_headers():
-    model, report = dry_build(flash(), list(native_release(flash(), experts="FP8")))
-    experts = model.layers[-1].ffn.experts
-    assert type(experts) is Fp8Experts and experts.gate_up_scale.shape == (256, 2 * 16, 32)
+@pytest.mark.parametrize("name", RELEASES)
+def test_base_model_builds_from_headers(name):
+    config = RELEASES[name]()
+    model, report = dry_build(config, list(native_release(config, experts="FP8")))
+    experts, blocks = model.layers[-1].ffn.experts, [config.moe_intermediate_size // 128, config.hidden_size // 128]
+    assert type(experts) is Fp8Experts
+    assert experts.gate_up_scale.shape == (config.n_routed_experts, 2 * blocks[0], blocks[1])
     assert report.formats.keys() == {"FP8 block", "plain"}
 
 
+def test_compressed_tensors_flash_builds_from_headers():
+    """As llm-compressor writes the all-NVFP4 variant: other names, and global scales of one dimension."""
+    renamed = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}
+    tensors = []
+    for tensor in all_nvfp4_release(flash()):
+        module, _, suffix = tensor.name.rpartition(".")
+        suffix = "weight_packed" if tensor.dtype == "U8" else renamed.get(suffix, suffix)
+        shape = (1,) if suffix.endswith("global_scale") else tensor.shape
+        tensors.append(replace(tensor, name=f"{module}.{suffix}", shape=shape))
+    _, report = dry_build(flash(), tensors)
+    assert report.formats.keys() == {"NVFP4 (compressed-tensors)", "plain"}
+
+
 def test_all_nvfp4_pro_builds_from_headers():
-    """The all-NVFP4 export under transformers' names: each linear but head and router NVFP4, position_bias BF16."""
-    config, tensors = pro(), []
-    spared = ("head.weight", "embed.weight", "ffn.gate.weight")
-    for tensor in native_release(config, mtp=False):
-        name = names.native_to_hf(tensor.name).replace("scorer.", "")
-        if tensor.dtype == "F8_E8M0":
-            continue
-        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and not tensor.name.endswith(spared):
-            width = tensor.shape[1] * (2 if tensor.dtype == "I8" else 1)
-            tensors += inventory._nvfp4(name.removesuffix(".weight"), tensor.shape[0], width)
-        else:
-            tensors.append(Expected(name, tensor.shape, "BF16" if name.endswith("position_bias") else tensor.dtype))
+    """Shapes and dtypes of an export's layer 2, which spells `indexer.weights_proj` without transformers' `scorer`."""
+    config = pro()
+    tensors = [replace(t, name=t.name.replace("scorer.", "")) for t in all_nvfp4_release(config)]
+    indexer = "model.layers.2.self_attn.compressor.indexer."
+    assert Expected(f"{indexer}q_b_proj.weight", (8192, 768), "U8") in tensors
+    assert Expected(f"{indexer}weights_proj.weight", (64, 3584), "U8") in tensors
+    assert Expected(f"{indexer}position_bias", (4, 256), "BF16") in tensors
+    assert Expected(f"{indexer}kv_norm.weight", (128,), "BF16") in tensors
     assert Expected("model.layers.2.self_attn.compressor.indexer.kv_proj.weight", (256, 3584), "U8") in tensors
     assert Expected("model.layers.2.self_attn.o_a_proj.weight", (16384, 2048), "U8") in tensors
     model, report = dry_build(config, tensors)
     assert report.naming == "hf" and report.formats.keys() == {"NVFP4", "plain"}
     attention = model.layers[2].attn
-    for module in (attention.wo_a, attention.compressor.wkv, attention.indexer.weights_proj):
-        assert type(module) is Nvfp4Linear
+    linears = [module for module in attention.modules() if type(module).__module__ == "dsv4.model.linear"]
+    assert len(linears) >= 4 and {type(module) for module in linears} == {Nvfp4Linear}
     assert attention.wo_a.groups == 16
 
 
 def test_unknown_expert_format():
     with pytest.raises(ValueError, match="found 'INT4', expected one of MXFP4, FP8, NVFP4"):
         list(native_release(flash(), experts="INT4"))
+    with pytest.raises(ValueError, match="found 'Eagle', expected None or one of MTP, DSpark"):
+        list(native_release(flash(), draft="Eagle"))

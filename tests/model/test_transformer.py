@@ -172,10 +172,10 @@ def test_rows_converge_for_moderate_matrices(draw):
 
 
 def test_residual_of_a_real_model_is_bounded(draw):
-    """The same inside the random checkpoint: the streams before each connection, for a long prompt."""
+    """The same inside the random checkpoint: the streams that each connection collapses, for a long prompt."""
     sizes = []
     hooks = [
-        module.register_forward_hook(lambda _m, args, _o: sizes.append(args[0].float().norm(dim=-1).max().item()))
+        module.register_forward_hook(lambda _m, _a, out: sizes.append(out[0].float().norm(dim=-1).max().item()))
         for module in model("pro").modules()
         if isinstance(module, HyperConnection)
     ]
