@@ -1,6 +1,7 @@
 """The `dsv4` command. Text goes to stdout; progress, warnings and statistics go to stderr.
 
-Exit status: 0, 2 for input that cannot be used (one line `dsv4: error: ...`), 130 after Ctrl-C.
+Exit status: 0, 1 for a check that says no (inspect, explain), 2 for input that cannot be used (one line `dsv4: error:
+...`), 130 after Ctrl-C.
 Modules that need torch are imported where they are used, so that `dsv4 --help` does not wait for them.
 """
 
@@ -61,6 +62,7 @@ def build_parser() -> Parser:
     from dsv4.bench import add_bench
     from dsv4.chat import add_chat
     from dsv4.eval_command import add_eval
+    from dsv4.explain_command import add_explain
     from dsv4.inspection import add_inspect
     from dsv4.quantize import add_quantize
 
@@ -72,6 +74,7 @@ def build_parser() -> Parser:
     add_bench(commands)  # further commands get a module of their own, as this one
     add_inspect(commands)
     add_eval(commands)
+    add_explain(commands)
     add_quantize(commands)
     return parser
 
@@ -133,6 +136,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens per step")
     model.add_argument("--no-compile", action="store_true", help="run the same step without torch.compile")
+    model.add_argument("--deterministic", action="store_true", help="the same bits whatever else is in flight; slower")
+    model.add_argument(
+        "--activation", choices=("nvfp4",), help="quantise what meets 4-bit weights too: W4A4, emulated and slow"
+    )
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -152,6 +159,8 @@ def generate(args: argparse.Namespace) -> int:
         prefill_chunk=args.prefill_chunk,
         compile=not args.no_compile,
         progress=not args.quiet,
+        activation=args.activation,
+        deterministic=args.deterministic,
     )
     note(args, str(engine.load_report))
     if args.prefill_only:
@@ -162,7 +171,7 @@ def generate(args: argparse.Namespace) -> int:
         completions = [engine.last]
         print_logprobs(engine.last, engine.tokenizer)
     else:
-        completions = engine.generate(prompts, **settings)
+        completions = engine.generate(prompts, progress=False if args.quiet else None, **settings)
         for index, completion in enumerate(completions):
             if args.json:
                 print(json.dumps(completion_json(index, completion), ensure_ascii=False), flush=True)

@@ -4,10 +4,10 @@
     results = lm_eval.simple_evaluate(model=Dsv4LM(engine), tasks=[...])      # or Dsv4LM("folder", batch_size=32)
 
 Importing this module registers the name `dsv4`; the harness itself never looks for it, so `dsv4 eval` starts it from here.
-A request's result does not depend on the batch size or on the order of the requests. What differs from the harness's own
-`hf` model: BOS always begins the model's input, also where a context was cut to fit; a request that cannot be answered
-(no text, or a continuation longer than the window) gets log-probability -inf or an empty text and is listed in `refused`,
-where `hf` stops the run.
+A request's result does not depend on the batch size or on the order of the requests: to rounding, or to the bit with
+deterministic=True (see `dsv4.load`). What differs from the harness's own `hf` model: BOS always begins the model's input,
+also where a context was cut to fit; a request that cannot be answered (no text, or a continuation longer than the window)
+gets log-probability -inf or an empty text and is listed in `refused`, where `hf` stops the run.
 """
 
 import hashlib
@@ -20,8 +20,10 @@ from tqdm import tqdm
 
 import dsv4
 from dsv4.compile.engine import Engine
+from dsv4.compile.progress import watched
+from dsv4.compile.requests import Request
 from dsv4.eval_cache import fingerprint, guard, keyed_path
-from dsv4.eval_requests import AnswerRequest, Refused, decoding, fit_context
+from dsv4.eval_requests import Refused, decoding, fit_context
 
 try:
     from lm_eval import utils
@@ -43,7 +45,7 @@ class Dsv4LM(TemplateLM):
     batch_size: slots, an integer; "auto" is refused, because memory is taken once, at load. max_length: context window in
     tokens, default the checkpoint's or 8192, whichever is less. max_gen_toks: where a task does not say, default 256 or
     half the window. thinking, effort: of the chat template; with thinking the reasoning is cut from answers, and
-    log-likelihoods are refused. Further arguments as in `dsv4.load`.
+    log-likelihoods are refused. device, dtype, prefill_chunk, compile, activation and deterministic as in `dsv4.load`.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Dsv4LM(TemplateLM):
         dtype: str | None = None,
         prefill_chunk: int | None = None,
         compile: bool | None = None,
+        activation: str | None = None,
+        deterministic: bool | None = None,
         thinking: bool = False,
         effort: str | None = None,
         **unknown,
@@ -73,13 +77,16 @@ class Dsv4LM(TemplateLM):
         if isinstance(given, Engine):
             self.engine = given
             settings = {"device": device, "dtype": dtype, "prefill_chunk": prefill_chunk, "compile": compile}
+            settings |= {"activation": activation, "deterministic": deterministic}
             named = [name for name, value in settings.items() if value is not None]
             if named:
                 raise ValueError(f"model arguments: {', '.join(named)} of an Engine are set when it is loaded")
             if batch_size is not None and _whole("batch_size", batch_size) != self.batch_size:
                 raise ValueError(f"batch_size={batch_size}, but the Engine was loaded with max_batch={self.batch_size}")
         else:
-            self.engine = _load(given, batch_size, max_length, device, dtype, prefill_chunk, compile)
+            self.engine = _load(
+                given, batch_size, max_length, device, dtype, prefill_chunk, compile, activation, deterministic
+            )
         window = self.engine.cache.max_context
         self._max_length = window if max_length is None else _whole("max_length", max_length)
         if self._max_length > window:
@@ -162,7 +169,7 @@ class Dsv4LM(TemplateLM):
     # ---- answers that are stored -------------------------------------------------------------------------------------
     @property
     def fingerprint(self) -> str:
-        """Of the checkpoint and everything that may change an answer. The batch size may not."""
+        """Of the checkpoint and everything that may change an answer by more than rounding; the batch size may not."""
         if self._fingerprint is None:
             settings = {
                 "version": dsv4.__version__,
@@ -171,6 +178,8 @@ class Dsv4LM(TemplateLM):
                 "cache": [str(buffer.dtype) for buffer in self.engine.cache.buffers()],
                 "lengths": [self.max_length, self.max_gen_toks],
                 "chat": [self.thinking, self.effort],
+                "activation": self.engine.load_report.activation,
+                "deterministic": self.engine.runner.deterministic,
             }
             self._fingerprint = fingerprint(self.engine.folder, settings)
         return self._fingerprint
@@ -274,11 +283,10 @@ class Dsv4LM(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         results = [""] * len(requests)
         bos, stop_ids = self.prefix_token_id, frozenset(self.engine.config.eos_token_ids)
-        think_end = self.engine.tokenizer.token_id("</think>") if self.thinking else None
         for request in requests:  # what is wrong with a task's settings is wrong with all of its requests
             decoding(request.args[1], self.max_gen_toks, _SEED)
 
-        def prepare(context: str, gen_kwargs: dict) -> AnswerRequest:
+        def prepare(context: str, gen_kwargs: dict) -> Request:
             _check_text(context)
             ids, wanted = self.tok_encode(context), decoding(gen_kwargs, self.max_gen_toks, _SEED)
             room = self.max_length - wanted.max_new_tokens
@@ -286,18 +294,23 @@ class Dsv4LM(TemplateLM):
                 raise Refused(f"{wanted.max_new_tokens} new tokens leave no room in max_length={self.max_length}")
             if len(ids) > room:
                 self._warn_once("cut", f"contexts are cut from the left to fit max_length={self.max_length}")
-            return AnswerRequest(fit_context(ids, room, bos), wanted, stop_ids, self.engine.tokenizer, think_end)
+            ids = fit_context(ids, room, bos)
+            request = Request(ids, wanted, wanted.max_new_tokens, stop_ids, self.engine.tokenizer)
+            if self.thinking and self.engine.encoding.reasons_next(ids):
+                request.reasons_until(self.engine.tokenizer.token_id("</think>"))
+            elif self.thinking:
+                reason = "without --apply_chat_template, or with the task's gen_prefix,"
+                self._warn_once("open", f"{reason} prompts do not open the reasoning: answers are taken whole")
+            return request
 
         prepared = self._each("generate_until", [request.args for request in requests], prepare)
-        waiting = {id(answer): index for index, answer in enumerate(prepared) if answer is not None}
-        order = sorted((a for a in prepared if a is not None), key=lambda a: (-len(a.prompt), a.prompt))
-        with tqdm(total=len(order), desc="generations", disable=disable_tqdm) as bar:
-            for answer, _ in self.engine.scheduler.run(order):
-                if answer.finish_reason:
-                    index = waiting[id(answer)]
-                    results[index] = answer.text
-                    self.cache_hook.add_partial("generate_until", requests[index].args, answer.text)
-                    bar.update()
+        waiting = {id(request): index for index, request in enumerate(prepared) if request is not None}
+        order = sorted((r for r in prepared if r is not None), key=lambda r: (-len(r.prompt), r.prompt))
+        for request, _ in watched(self.engine.scheduler, order, not disable_tqdm, "generations"):
+            if request.finish_reason:
+                index = waiting[id(request)]
+                results[index] = request.answer
+                self.cache_hook.add_partial("generate_until", requests[index].args, request.answer)
         return results
 
     # ---- requests that cannot be answered ----------------------------------------------------------------------------
@@ -321,7 +334,7 @@ class Dsv4LM(TemplateLM):
             _log.warning(text)
 
 
-def _load(folder, batch_size, max_length, device, dtype, prefill_chunk, compile) -> Engine:
+def _load(folder, batch_size, max_length, device, dtype, prefill_chunk, compile, activation, deterministic) -> Engine:
     from dsv4.model.config import ModelConfig
 
     window = min(ModelConfig.from_folder(folder).max_position_embeddings, 8192)
@@ -334,6 +347,8 @@ def _load(folder, batch_size, max_length, device, dtype, prefill_chunk, compile)
         prefill_chunk=512 if prefill_chunk is None else _whole("prefill_chunk", prefill_chunk),
         compile=True if compile is None else _flag("compile", compile),
         progress=True,
+        activation=activation,
+        deterministic=deterministic is not None and _flag("deterministic", deterministic),
     )
 
 

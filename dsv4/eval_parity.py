@@ -1,4 +1,5 @@
-"""dsv4 eval --parity A B: how far two configurations of the engine are apart on the same texts.
+"""dsv4 eval --parity A B: how far two configurations of the engine, or the engine and transformers, are apart on the same
+texts.
 
 Both score every token of every text after the same context, so differences are paired: a few thousand tokens show what
 two accuracies of a few hundred questions cannot. Needs no lm-eval.
@@ -8,9 +9,11 @@ import json
 import math
 import random
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-_SETTINGS = {"dtype": str, "device": str, "compile": bool, "prefill_chunk": int}
+_SETTINGS = {"dtype": str, "device": str, "compile": bool, "prefill_chunk": int, "activation": str, "deterministic": bool}
+_OF_TRANSFORMERS = {"dtype", "device"}
 _RESAMPLES = 2000
 
 
@@ -64,14 +67,21 @@ def parity(command) -> int:
 
 
 def parse_side(text: str) -> tuple[str, dict]:
-    """`FOLDER,dtype=fp32,compile=False` as a folder and settings of `dsv4.load`."""
+    """`FOLDER,dtype=fp32,compile=False` as a folder and settings of `dsv4.load`; of `FOLDER,transformers` the settings hold
+    transformers=True too."""
     folder, *pairs = text.split(",")
     settings = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
         kind = _SETTINGS.get(name)
+        if pair == "transformers":
+            settings["transformers"] = True
+            continue
         if kind is None:
-            raise ValueError(f"--parity: found {pair!r}, expected FOLDER and any of {', '.join(_SETTINGS)}, as dtype=fp32")
+            raise ValueError(
+                f"--parity: found {pair!r}, expected FOLDER, and after it transformers or any of {', '.join(_SETTINGS)}, "
+                "as dtype=fp32"
+            )
         if kind is bool:
             if value not in ("True", "False"):
                 raise ValueError(f"--parity: {name} must be True or False, found {value!r}")
@@ -82,6 +92,8 @@ def parse_side(text: str) -> tuple[str, dict]:
             settings[name] = int(value)
         else:
             settings[name] = value
+    if settings.get("transformers") and settings.keys() - _OF_TRANSFORMERS - {"transformers"}:
+        raise ValueError(f"--parity: {text}: of the settings transformers takes only {', '.join(sorted(_OF_TRANSFORMERS))}")
     return folder, settings
 
 
@@ -104,12 +116,23 @@ def read_texts(file: str) -> list[str]:
 def scores(folder: str, settings: dict, texts: list[str], window: int) -> list:
     """Scores of the first `window` tokens of each text behind BOS."""
     import dsv4
+    from dsv4.model.tokenizer import Tokenizer
 
-    engine = dsv4.load(folder, max_batch=4, max_context=window, progress=True, **settings)
-    if engine.tokenizer is None:
+    if Path(folder).is_dir() and not (Path(folder) / "tokenizer.json").exists():
         raise ValueError(f"{folder}: --parity needs a tokenizer, and the folder has no tokenizer.json")
-    ids = [engine.tokenizer.encode(text)[: window + 1] for text in texts]
-    return engine.score([(each[:1], each[1:]) for each in ids])
+    if settings.get("transformers"):
+        from dsv4 import eval_transformers
+        from dsv4.compile.engine import device_of, dtype_of
+        from dsv4.model.config import ModelConfig
+
+        config = ModelConfig.from_folder(folder)
+        model = eval_transformers.load(folder, dtype_of(settings.get("dtype"), config), device_of(settings.get("device")))
+        score = partial(eval_transformers.score, model)
+    else:
+        score = dsv4.load(folder, max_batch=4, max_context=window, progress=True, **settings).score
+    tokenizer = Tokenizer.from_folder(folder)
+    ids = [tokenizer.encode(text)[: window + 1] for text in texts]
+    return score([(each[:1], each[1:]) for each in ids])
 
 
 def compare(a: list, b: list) -> Parity:

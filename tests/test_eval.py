@@ -2,15 +2,17 @@
 weights, whatever the batch size and the order. Tests of the harness side are skipped without lm-eval."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 
 import dsv4
 from dsv4.cli import main
+from dsv4.compile.requests import Request
 from dsv4.compile.sampling import SamplingParams
 from dsv4.eval_cache import fingerprint, guard, keyed_path
-from dsv4.eval_requests import AnswerRequest, Decoding, fit_context
+from dsv4.eval_requests import fit_context
 from tests.model.tiny_oracle import TINY, tiny_in_transformers
 
 WINDOW = 256
@@ -122,14 +124,27 @@ def test_greedy_text_equals_the_hf_model(model, oracle):
     assert not any("." in text or "," in text for text in ours)
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
 def test_neither_batch_size_nor_order_matters(model, batch_size):
+    """The fourth batch size is `model`'s own, 3. Bitwise equality is tests/compile/test_deterministic.py's."""
     from dsv4.eval import Dsv4LM
 
     expected, other = scores(model), Dsv4LM(load(batch_size), batch_size=batch_size)
     assert other.batch_size == batch_size
     for got in (scores(other), scores(other, TEXTS[::-1])[::-1]):
         assert_alike(got, expected)
+    kwargs = {"until": ["\n\n"], "max_gen_toks": 4}
+    texts = instances("generate_until", [(text, kwargs) for text, _ in TEXTS[:4]])
+    written = model.generate_until(texts, disable_tqdm=True)
+    assert other.generate_until(texts, disable_tqdm=True) == written
+    assert other.generate_until(texts[::-1], disable_tqdm=True)[::-1] == written
+
+
+def test_five_hundred_other_requests_leave_nothing_behind(model):
+    expected = scores(model)
+    others = [("word " * (1 + n % 5), f" {letter}{n % 5}") for n in range(20) for letter in "abcdefghijklmnopqrstuvwxy"]
+    assert len(others) == 500 and len({logprob for logprob, _ in scores(model, others)}) > 50
+    assert_alike(scores(model), expected)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -183,20 +198,37 @@ def test_chat_template(model):
         scores(thinking)
 
 
+def test_answers_are_taken_whole_where_the_prompt_opens_no_reasoning(model, caplog, monkeypatch):
+    """A plain prompt, and one that ends in the beginning of the answer (a task's gen_prefix)."""
+    from dsv4.eval import Dsv4LM
+
+    thinking, ran = Dsv4LM(model.engine, thinking=True), []
+    run = model.engine.scheduler.run
+    monkeypatch.setattr(model.engine.scheduler, "run", lambda requests: ran.extend(requests) or run(requests))
+    history = [{"role": "user", "content": "Which king?"}]
+    opened = thinking.apply_chat_template(history)
+    begun = thinking.apply_chat_template([*history, {"role": "assistant", "content": "The"}], add_generation_prompt=False)
+    requests = [(text, {"max_gen_toks": 5}) for text in (opened, begun, "The king")]
+    texts = thinking.generate_until(instances("generate_until", requests), disable_tqdm=True)
+    assert texts[0] == "" and all(texts[1:]) and "answers are taken whole" in caplog.text
+    completions = {tuple(request.prompt): request.completion().text for request in ran}
+    assert [completions[tuple(model.tok_encode(text))] for text in (begun, "The king")] == texts[1:]
+
+
 def test_reasoning_is_stripped_and_stop_strings_begin_behind_it(engine):
     tokenizer = engine.tokenizer
 
     def answer(text):
-        request = AnswerRequest(
-            [0], Decoding(SamplingParams(60), 60, ("\n\n",)), frozenset({1}), tokenizer, tokenizer.token_id("</think>")
-        )
+        request = Request([0], SamplingParams(stop="\n\n"), 60, frozenset({1}), tokenizer)
+        request.reasons_until(tokenizer.token_id("</think>"))
         for token in tokenizer.encode(text, add_bos=False):
             if not request.finish_reason:
                 request.push(token, 0.0, {})
-        return request.text, request.finish_reason
+        return request.answer, request.finish_reason
 
     assert answer("First.\n\nThen.</think>\nForty-two\n\nmore") == ("Forty-two", "stop")
     assert answer("First.\n\nThen, and so on") == ("", None)
+    assert answer("Short.</think>\nA</think>B\n\n") == ("A</think>B", "stop")  # only the first one ends the reasoning
 
 
 # ---- requests that cannot be answered, settings that are not there ---------------------------------------------------
@@ -227,10 +259,10 @@ def test_decoding_arguments(harness):
     from dsv4.eval_requests import decoding
 
     greedy = decoding({"until": "\n", "top_p": 0.9, "num_beams": 1, "max_tokens": 7}, 256, 1)
-    assert (greedy.params.temperature, greedy.params.top_p, greedy.max_new_tokens, greedy.stop) == (0, 1.0, 7, ("\n",))
-    assert decoding({"do_sample": False, "temperature": 0.7}, 256, 1).params.temperature == 0
+    assert (greedy.temperature, greedy.top_p, greedy.max_new_tokens, greedy.stop) == (0, 1.0, 7, ("\n",))
+    assert decoding({"do_sample": False, "temperature": 0.7}, 256, 1).temperature == 0
     drawn = decoding({"do_sample": True, "top_p": 0.9, "until": ["", "x"]}, 256, 1)
-    assert (drawn.params.temperature, drawn.params.top_p, drawn.params.seed, drawn.stop) == (1.0, 0.9, 1, ("x",))
+    assert (drawn.temperature, drawn.top_p, drawn.seed, drawn.stop) == (1.0, 0.9, 1, ("x",))
 
 
 @pytest.mark.parametrize(
@@ -303,6 +335,53 @@ def test_stored_answers_survive_a_stop_midway(harness, model, tmp_path, monkeypa
     with pytest.raises(ValueError, match="give another --use_cache path"):
         CachingLM(other, str(tmp_path / "answers.db"))
     assert other.cache_path("a/b") != model.cache_path("a/b")
+
+
+CHILD = """
+import sys, time
+from lm_eval.api.model import CachingLM
+from dsv4.eval import Dsv4LM
+from tests.test_eval import generations, load
+model = Dsv4LM(load(2))
+run = model.engine.scheduler.run
+
+def stops(requests):
+    finished = 0
+    for request, piece in run(requests):
+        finished += bool(request.finish_reason)
+        if finished == 4:
+            time.sleep(0.5)  # the cache is written by another thread
+            print("three are stored", flush=True)
+            time.sleep(600)
+        yield request, piece
+
+model.engine.scheduler.run = stops
+CachingLM(model, sys.argv[1]).generate_until(generations())
+"""
+
+
+def generations():
+    return instances("generate_until", [(text, {"until": ["."], "max_gen_toks": 3}) for text, _ in TEXTS])
+
+
+def test_a_killed_process_loses_only_what_was_in_flight(harness, tmp_path, monkeypatch):
+    from lm_eval.api.model import CachingLM
+
+    from dsv4.eval import Dsv4LM
+
+    path = str(tmp_path / "answers.db")
+    command = [sys.executable, "-c", CHILD, path]
+    with subprocess.Popen(command, cwd=TINY.parents[1], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert any(line == "three are stored\n" for line in child.stdout)
+        finally:
+            child.kill()
+    model = Dsv4LM(load(2))
+    expected = model.generate_until(generations())
+    run, ran = model.engine.scheduler.run, []
+    monkeypatch.setattr(model.engine.scheduler, "run", lambda requests: ran.extend(requests) or run(requests))
+    assert CachingLM(model, path).generate_until(generations()) == expected
+    assert len(ran) == len(TEXTS) - 3
 
 
 def test_fingerprint_follows_contents_and_settings(tmp_path):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dsv4.compile.chat import ChatCompletion, chat_completion, run_chat
-from dsv4.compile.prefill import chunks
+from dsv4.compile.progress import watched
 from dsv4.compile.requests import Request
-from dsv4.compile.runner import Runner
+from dsv4.compile.runner import HEAD_ROWS, Runner
 from dsv4.compile.sampling import MAX_STOP_IDS, Completion, SamplingParams, Timing
 from dsv4.compile.scheduler import Scheduler
 from dsv4.compile.scoring import Score, score
@@ -21,10 +21,10 @@ from dsv4.model.checkpoint import ProgressLine, load_folder
 from dsv4.model.config import ModelConfig
 from dsv4.model.encoding import ChatEncoding, ChatPiece, Messages
 from dsv4.model.encoding_tools import END_THINK
+from dsv4.model.linear import quantise_activations
+from dsv4.model.source import Source
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.model.transformer import Transformer
-
-HEAD_ROWS = 64  # rows of hidden state that go through the output head at a time in `Engine.logits`
 
 Prompt = str | list[int]
 
@@ -39,10 +39,13 @@ class LoadReport:
     weight_bytes: int
     cache_bytes: int
     checkpoint: CheckpointReport
+    activation: str | None = None  # "nvfp4" if activations are quantised too
 
     def __str__(self) -> str:
+        emulated = f"  activations of 4-bit weights: {self.activation}, emulated\n" if self.activation else ""
         return (
-            f"{self.checkpoint}\nweights {self.weight_bytes / 2**20:.1f} MiB, cache {self.cache_bytes / 2**20:.1f} MiB; "
+            f"{self.checkpoint}\n{emulated}"
+            f"weights {self.weight_bytes / 2**20:.1f} MiB, cache {self.cache_bytes / 2**20:.1f} MiB; "
             f"loaded in {self.load_seconds:.1f} s, compiled in {self.compile_seconds:.1f} s"
             + (f", captured in {self.capture_seconds:.1f} s" if self.capture_seconds else "")
         )
@@ -56,34 +59,46 @@ def load(
     max_context: int = 4096,
     prefill_chunk: int = 512,
     compile: bool = True,
+    deterministic: bool = False,
     progress: bool = False,
+    activation: str | None = None,
 ) -> "Engine":
     """Load a folder of safetensors with config.json (and tokenizer.json, without which only token ids are accepted).
 
     device: default CUDA if present, else CPU. dtype: of activations and plain weights, torch.bfloat16 or torch.float32
     (or "bf16", "fp32"); default the config's. max_batch sequences of max_context tokens are allocated now and for good;
     prompts run in chunks of at most prefill_chunk tokens. With compile=False the same step runs eagerly.
+    activation="nvfp4" emulates W4A4 kernels: what is multiplied with NVFP4 weights is quantised too. It is slow.
+
+    deterministic: a request gets the same bits whatever else is in flight, in any slot and order; also with another
+    max_batch of the same multiple of 8 (`score` and `logits`: with any). Prompts then get chunks of their own, which costs
+    time if many are short, and the decode batch becomes a multiple of 8 rows; see dsv4.compile.runner. ValueError if equal
+    rows get different bits on this device. Without it prompts share chunks, and a neighbour may change a log-probability
+    as another rounding does.
+
     Raises ValueError for anything wrong with the arguments or the folder, before weights are read where possible.
     """
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     config = ModelConfig.from_folder(folder)
-    dtype = config.dtype if dtype is None else dtypes.get(dtype, dtype)
-    if dtype not in dtypes.values():
-        raise ValueError(f"dtype must be torch.bfloat16 or torch.float32 (bf16, fp32), found {dtype}")
+    dtype = dtype_of(dtype, config)
     for name, value in (("max_batch", max_batch), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, found {value!r}")
-    device = _device(device)
+    device = device_of(device)
     Cache(config, max_batch, max_context, dtype, "meta")  # refuses bad sizes before any weight is read
     tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").exists() else None
 
+    def build(source: Source) -> Transformer:
+        model = Transformer(config, source)
+        if activation is not None:
+            quantise_activations(model, activation)
+        return model
+
     start = time.perf_counter()
-    model, checkpoint = load_folder(
-        folder, lambda source: Transformer(config, source), device, dtype, ProgressLine() if progress else None
-    )
+    model, checkpoint = load_folder(folder, build, device, dtype, ProgressLine() if progress else None)
     cache = Cache(config, max_batch, max_context, dtype, device)
     loaded = time.perf_counter() - start
-    runner = Runner(model, cache, min(prefill_chunk, max_batch * max_context), compile)
+    most = max_context if deterministic else max_batch * max_context  # that one chunk can be asked to hold
+    runner = Runner(model, cache, min(prefill_chunk, most), compile, deterministic)
     report = LoadReport(
         loaded,
         runner.compile_seconds,
@@ -91,11 +106,21 @@ def load(
         sum(buffer.nbytes for buffer in model.buffers()),
         cache.nbytes(),
         checkpoint,
+        activation,
     )
     return Engine(runner, tokenizer, report, folder)
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def dtype_of(dtype: torch.dtype | str | None, config: ModelConfig) -> torch.dtype:
+    """The dtype asked for, or the config's; ValueError if it is none of the two there are."""
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    dtype = config.dtype if dtype is None else dtypes.get(dtype, dtype)
+    if dtype not in dtypes.values():
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float32 (bf16, fp32), found {dtype}")
+    return dtype
+
+
+def device_of(device: str | torch.device | None) -> torch.device:
     """The device asked for; ValueError if there is none of that name here."""
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -141,7 +166,7 @@ class Engine:
         for start in range(0, len(ids), self.cache.num_slots):
             wave = ids[start : start + self.cache.num_slots]
             hidden: list[list[Tensor]] = [[] for _ in wave]
-            for chunk in chunks(list(enumerate(wave)), self.runner.prefill_sizes):
+            for chunk in self.runner.chunks(list(enumerate(wave))):
                 out = self.runner.prefill(chunk)
                 for piece in chunk.pieces:
                     hidden[piece.slot].append(out[piece.start : piece.start + piece.count])
@@ -162,22 +187,29 @@ class Engine:
         self.scheduler.check_idle()
         self.runner.synchronize()
         start = time.perf_counter()
-        for chunk in chunks([(0, ids)], self.runner.prefill_sizes):
+        for chunk in self.runner.chunks([(0, ids)]):
             self.runner.prefill(chunk)
         self.runner.synchronize()
         return Timing(prompt_tokens=len(ids), prefill_seconds=time.perf_counter() - start)
 
-    def generate(self, prompts: Prompt | list[Prompt], max_new_tokens: int | None = None, **sampling) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        max_new_tokens: int | None = None,
+        progress: bool | None = None,
+        **sampling,
+    ) -> list[Completion]:
         """Generate for one prompt or many, of any lengths; strings get BOS in front, token ids are taken as they are.
 
         sampling: temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, stop_token_ids, ignore_eos, logprobs
-        as in SamplingParams; prompt i draws with seed + i, so a result does not depend on what runs beside it.
+        as in SamplingParams; prompt i draws with seed + i, so a result does not depend on what runs beside it (to
+        rounding, or bitwise: see `dsv4.load`). progress: a bar on stderr; None shows it for several prompts on a terminal.
         Returns one Completion per prompt, in order. Raises ValueError before anything runs if any prompt is bad.
         """
         if isinstance(prompts, (str, bytes)) or (isinstance(prompts, list) and prompts and type(prompts[0]) is int):
             prompts = [prompts]
         requests = self._requests(prompts, SamplingParams(max_new_tokens, **sampling))
-        for _ in self.scheduler.run(requests):
+        for _ in watched(self.scheduler, requests, False if progress is None and len(requests) < 2 else progress):
             pass
         completions = [request.completion() for request in requests]
         self.last = completions[-1] if completions else None
@@ -238,7 +270,7 @@ class Engine:
         [request] = self._requests([ids], params)
         reasons = self.encoding.reasons_next(ids)
         if reasons:
-            request.stops_count_from(self.tokenizer.token_id(END_THINK))
+            request.reasons_until(self.tokenizer.token_id(END_THINK))
         answer = self.encoding.stream(reasons, params.stop)
 
         def pieces() -> Iterator[ChatPiece]:

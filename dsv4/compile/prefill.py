@@ -1,5 +1,6 @@
 """Packing prompts into the static chunks of the prefill step."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,29 +25,57 @@ class Chunk:
     pieces: list[Piece]
 
 
-def chunks(prompts: list[tuple[int, list[int]]], sizes: list[int]) -> Iterator[Chunk]:
-    """Lay the prompts [(slot, token ids)] out one after another and cut them into chunks.
+class PromptQueue:
+    """Prompts on their way into chunks, first come, first served.
 
     `sizes` are the compiled chunk lengths, ascending; each chunk takes the smallest that holds what is left, else the
-    largest. A prompt may cross from one chunk to the next; within a chunk its tokens stand side by side.
+    largest. A prompt may cross from one chunk to the next; within a chunk its tokens stand side by side. Prompts share
+    chunks unless `apart`: then a prompt's chunks are the same whatever waits beside it.
     """
-    rows = [(slot, position, token) for slot, ids in prompts for position, token in enumerate(ids)]
-    start = 0
-    while start < len(rows):
-        size = next((size for size in sizes if size >= len(rows) - start), sizes[-1])
-        part = rows[start : start + size]
+
+    def __init__(self, sizes: list[int], apart: bool = False):
+        self._sizes, self._apart = sizes, apart
+        self._waiting: deque[tuple[int, list[int]]] = deque()
+        self._done = 0  # tokens of the first one that are in chunks already
+        self._left = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def push(self, slot: int, ids: list[int]) -> None:
+        """Put a prompt at the end. An empty one has nothing to run and is not kept."""
+        if ids:
+            self._waiting.append((slot, ids))
+            self._left += len(ids)
+
+    def pop(self) -> Chunk:
+        """The next chunk; only while there is something in the queue."""
+        left = len(self._waiting[0][1]) - self._done if self._apart else self._left
+        size = next((size for size in self._sizes if size >= left), self._sizes[-1])
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         pieces: list[Piece] = []
-        for row, (slot, position, _) in enumerate(part):
-            if pieces and pieces[-1].slot == slot:
-                last = pieces[-1]
-                pieces[-1] = Piece(slot, last.start, last.position, last.count + 1)
-            else:
-                pieces.append(Piece(slot, row, position, 1))
-        padding = size - len(part)
-        yield Chunk(
-            [token for _, _, token in part] + [0] * padding,
-            [position for _, position, _ in part] + [0] * padding,
-            [slot for slot, _, _ in part] + [-1] * padding,
-            pieces,
-        )
-        start += size
+        while self._waiting and len(tokens) < size and not (self._apart and pieces):
+            slot, ids = self._waiting[0]
+            start, part = self._done, ids[self._done : self._done + size - len(tokens)]
+            pieces.append(Piece(slot, len(tokens), start, len(part)))
+            tokens += part
+            positions += range(start, start + len(part))
+            slots += [slot] * len(part)
+            self._done += len(part)
+            if self._done == len(ids):
+                self._waiting.popleft()
+                self._done = 0
+        self._left -= len(tokens)
+        padding = size - len(tokens)
+        return Chunk(tokens + [0] * padding, positions + [0] * padding, slots + [-1] * padding, pieces)
+
+
+def chunks(prompts: list[tuple[int, list[int]]], sizes: list[int], apart: bool = False) -> Iterator[Chunk]:
+    """All chunks of the prompts [(slot, token ids)], as PromptQueue makes them."""
+    queue = PromptQueue(sizes, apart)
+    for slot, ids in prompts:
+        queue.push(slot, ids)
+    while queue:
+        yield queue.pop()

@@ -30,11 +30,12 @@ class Request:
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, stop=list(params.stop)) if tokenizer is not None else None
         self._pieces: list[str] = []
-        self._stops_from: int | None = None
+        self._reasoning_ends: int | None = None
+        self._answer_from: int | None = 0
 
-    def stops_count_from(self, token: int) -> None:
-        """Stop strings count only after this token: reasoning, which it ends, is full of them."""
-        self._stops_from = token
+    def reasons_until(self, token: int) -> None:
+        """Its text is reasoning up to this token. Stop strings count from there: reasoning is full of them."""
+        self._reasoning_ends, self._answer_from = token, None
         self._stream = TextStream(self._tokenizer)
 
     def push(self, token: int, logprob: float, top: dict[int, float]) -> str:
@@ -51,9 +52,10 @@ class Request:
         piece = ""
         stopped = token in self.stop_ids
         if self._stream is not None and not stopped:
-            if token == self._stops_from:
+            if self._answer_from is None and token == self._reasoning_ends:
                 piece = self._stream.flush()
                 self._stream = TextStream(self._tokenizer, stop=list(self.params.stop))
+                self._answer_from = len(self._pieces) + 1
             piece += self._stream.push(token)
             stopped = self._stream.stopped
         if stopped:
@@ -64,6 +66,14 @@ class Request:
             piece += self._stream.flush()
         self._pieces.append(piece)
         return piece
+
+    @property
+    def answer(self) -> str:
+        """The text so far without the reasoning and the white space after it; empty while the model still reasons."""
+        if self._answer_from is None:
+            return ""
+        text = "".join(self._pieces[self._answer_from :])
+        return text if self._reasoning_ends is None else text.lstrip()
 
     def completion(self) -> Completion:
         """The finished request's result."""

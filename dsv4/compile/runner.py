@@ -1,19 +1,30 @@
 """Owns the device side of an engine: model, cache, decode state, the compiled and captured steps, and the copies
-between host and device. Everything compiles in the constructor; afterwards nothing does."""
+between host and device. Everything compiles in the constructor; afterwards nothing does.
+
+Why a result may depend on what runs beside it, and what deterministic=True does about it: no row of a batch ever enters
+the sums of another, but the order of a row's own sum can depend on the shape of the batch (kernels choose their plans by
+it) and, at the ragged end of a batch, on the row's place (vector loops treat their last elements otherwise). So prompts get
+chunks of their own, whose shapes follow from their lengths alone, and the decode batch, which always has one shape, is
+made a multiple of ROWS rows. That equal rows then get equal bits is checked once, at load.
+"""
 
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from dsv4.compile.graphs import CapturedStep, compile_step
-from dsv4.compile.prefill import Chunk
+from dsv4.compile.prefill import Chunk, PromptQueue, chunks
+from dsv4.compile.sampling import MAX_LOGPROBS
 from dsv4.compile.step import DecodeState, decode_step, prefill_step
 from dsv4.model.cache import Cache
 from dsv4.model.transformer import Transformer
 
 SMALL_CHUNK = 64  # the second, smaller prefill shape: short prompts do not pay for a full chunk
+HEAD_ROWS = 64  # rows of hidden state that go through the output head at a time when many are scored
+ROWS = 8  # of which the decode batch has a multiple if it has to be deterministic
 
 
 class Clock:
@@ -39,13 +50,15 @@ class Clock:
 
 class Runner:
     """Runs prefill chunks and decode steps. With compile=True each is one fullgraph compilation of static shape, and on
-    CUDA the decode step is one CUDA graph."""
+    CUDA the decode step is one CUDA graph. `state` has a row for each slot of the cache, and with deterministic=True
+    perhaps some more, which stay idle."""
 
     @torch.no_grad()
-    def __init__(self, model: Transformer, cache: Cache, prefill_chunk: int, compile: bool):
-        self.model, self.cache = model, cache
+    def __init__(self, model: Transformer, cache: Cache, prefill_chunk: int, compile: bool, deterministic: bool = False):
+        self.model, self.cache, self.deterministic = model, cache, deterministic
         self.device = model.embed.device
-        self.state = DecodeState(cache.num_slots, model.config.vocab_size, self.device)
+        rows = -(-cache.num_slots // ROWS) * ROWS if deterministic else cache.num_slots
+        self.state = DecodeState(rows, model.config.vocab_size, self.device)
         self.prefill_sizes = sorted({min(SMALL_CHUNK, prefill_chunk), prefill_chunk})
         wrap = compile_step if compile else (lambda step: step)
         self._prefill = {size: wrap(prefill_step) for size in self.prefill_sizes}
@@ -64,6 +77,35 @@ class Runner:
             self._decode = CapturedStep(self._decode)
             self.synchronize()
             self.capture_seconds = time.perf_counter() - start
+        if deterministic:
+            self._check_rows()
+
+    def _check_rows(self) -> None:
+        """ValueError unless equal rows get equal bits: a decode step's beside each other and alone, and the head's."""
+        state, slots = self.state, self.cache.num_slots
+        state.tokens.fill_(1)
+        rows = [self.model.logits(self.model.embed[1].expand(HEAD_ROWS, -1).contiguous())]
+        for count in (slots, 1):
+            state.slots[:count].copy_(torch.arange(count))
+            state.positions.fill_(0)
+            self.decode()
+            rows.append(state.logits[:count].clone())
+            state.slots.fill_(-1)
+            state.tokens.fill_(1)
+        head, full, alone = rows
+        if not (torch.equal(head, head[:1].expand_as(head)) and torch.equal(full, alone.expand_as(full))):
+            raise ValueError(
+                f"deterministic=True cannot be kept: on this {self.device.type} equal rows of a decode batch of "
+                f"{len(state.slots)} or of the output head get different bits; try another max_batch, on a CPU one thread"
+            )
+
+    def prompt_queue(self) -> PromptQueue:
+        """An empty queue for prompts on their way to `prefill`."""
+        return PromptQueue(self.prefill_sizes, apart=self.deterministic)
+
+    def chunks(self, prompts: list[tuple[int, list[int]]]) -> Iterator[Chunk]:
+        """The chunks of prompts [(slot, token ids)]."""
+        return chunks(prompts, self.prefill_sizes, apart=self.deterministic)
 
     @torch.no_grad()
     def prefill(self, chunk: Chunk) -> Tensor:
@@ -77,9 +119,10 @@ class Runner:
         self._decode()
 
     @torch.no_grad()
-    def top_logprobs(self, count: int) -> tuple[Tensor, Tensor]:
-        """The last step's `count` most likely tokens per row: log-probabilities and ids [B, count]."""
-        values, ids = self.state.logits.log_softmax(-1).topk(min(count, self.state.logits.shape[-1]))
+    def top_logprobs(self) -> tuple[Tensor, Tensor]:
+        """The last step's MAX_LOGPROBS most likely tokens per row: log-probabilities and ids [B, n]. Always as many, since
+        another number may order equal ones otherwise."""
+        values, ids = self.state.logits.log_softmax(-1).topk(min(MAX_LOGPROBS, self.state.logits.shape[-1]))
         return values, ids
 
     def to_device(self, values: list) -> Tensor:

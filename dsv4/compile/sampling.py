@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 
 MAX_STOP_IDS = 16  # size of the stop-token table inside the decode graph
+MAX_LOGPROBS = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class SamplingParams:
         check("top_k", whole(self.top_k, -1), "an integer >= 1, or 0 or -1 for off")
         check("seed", whole(self.seed, 0, 2**63), "an integer in [0, 2^63)")
         check("max_new_tokens", self.max_new_tokens is None or whole(self.max_new_tokens, 1), "an integer >= 1 or None")
-        check("logprobs", self.logprobs is None or whole(self.logprobs, 0, 65), "in 0..64 or None")
+        check(
+            "logprobs", self.logprobs is None or whole(self.logprobs, 0, MAX_LOGPROBS + 1), f"in 0..{MAX_LOGPROBS} or None"
+        )
 
     def for_prompt(self, index: int) -> "SamplingParams":
         """The same for prompt `index` of a list: its own seed, so that equal prompts draw differently."""
@@ -76,8 +79,9 @@ class TokenLogprob:
 
 @dataclass
 class Timing:
-    """Seconds by the host's clock. `time_to_first_token` counts from submission; `tokens_per_second` is of the tokens
-    after the first."""
+    """Seconds by the host's clock. `time_to_first_token` counts from submission. `prefill_seconds` runs from the moment a
+    slot was free to the end of the prompt, decode steps of others between its chunks included; `tokens_per_second` is of
+    the tokens after the first."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0

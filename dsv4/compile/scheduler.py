@@ -1,5 +1,8 @@
 """The serving loop: keep decode slots full, replay steps, read their tokens some steps behind.
 
+A request takes the first row that is free. Its prompt runs in chunks between the decode steps of the others, and its row
+joins the next step after its last chunk; nothing waits for the end of anything else.
+
 On CUDA the loop never waits for the device: each step's result is copied to pinned memory behind an event, and the host
 polls the event of a step several replays back. A row that stops inside the graph goes idle there by itself; the host
 learns of it later and hands the slot to the next request. What a row produced after its request ended (a stop string is
@@ -14,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.compile.prefill import chunks
 from dsv4.compile.requests import Request
 from dsv4.compile.runner import Runner
 from dsv4.compile.sampling import MAX_STOP_IDS
@@ -38,6 +40,8 @@ class Scheduler:
     def __init__(self, runner: Runner):
         self.runner = runner
         self.rows: list[Request | None] = [None] * runner.cache.num_slots
+        self.decoding = list(self.rows)  # the same without those whose prompt is not through yet
+        self.prompts = runner.prompt_queue()
         self.in_flight: deque[_InFlight] = deque()
         self.running = False
 
@@ -48,6 +52,11 @@ class Scheduler:
                 "the engine does one thing at a time, and a stream is unfinished; exhaust it or close() it first"
             )
 
+    @property
+    def busy(self) -> int:
+        """How many slots are taken."""
+        return sum(row is not None for row in self.rows)
+
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, str]]:
         """Yields (request, new text) for every generated token, until all requests are finished."""
         self.check_idle()
@@ -57,7 +66,8 @@ class Scheduler:
         try:
             while waiting or any(self.rows):
                 self._admit(waiting)
-                wanted = any(row is not None and row.launched < row.max_new_tokens for row in self.rows)
+                self._prefill()
+                wanted = any(row is not None and row.launched < row.max_new_tokens for row in self.decoding)
                 if wanted:
                     self._launch()
                 if self.in_flight and (len(self.in_flight) > lag or not wanted):
@@ -67,26 +77,37 @@ class Scheduler:
             self.running = False
             self.in_flight.clear()
             self.rows = [None] * len(self.rows)
+            self.decoding = [None] * len(self.rows)
+            self.prompts = self.runner.prompt_queue()
             self.runner.state.slots.fill_(-1)
 
     def _admit(self, waiting: deque[Request]) -> None:
-        """Give free rows to waiting requests: run all but the last prompt token, which the first decode step takes."""
-        admitted = []
+        """Give free rows to waiting requests. All but the last token of a prompt are prefilled; that one goes into the
+        first decode step."""
         for row, occupant in enumerate(self.rows):
             if occupant is None and waiting:
-                self.rows[row] = waiting.popleft()
-                admitted.append(row)
-        if not admitted:
-            return
-        clock = self.runner.clock()
-        prompts = [(row, self.rows[row].prompt[:-1]) for row in admitted]
-        for chunk in chunks(prompts, self.runner.prefill_sizes):
+                request = self.rows[row] = waiting.popleft()
+                request.prefill_clock = self.runner.clock()
+                self.prompts.push(row, request.prompt[:-1])
+                if len(request.prompt) == 1:
+                    self._begin(row, request)
+
+    def _prefill(self) -> None:
+        """One chunk, or more until half of the rows decode: a step takes nearly as long for few rows as for all."""
+        first = True
+        while self.prompts and (first or 2 * sum(row is not None for row in self.decoding) < len(self.rows)):
+            first = False
+            chunk = self.prompts.pop()
             self.runner.prefill(chunk)
-        clock.stop()
-        for row in admitted:
-            request = self.rows[row]
-            request.prefill_clock = clock
-            self._fill_row(row, request)
+            for piece in chunk.pieces:
+                request = self.rows[piece.slot]
+                if piece.position + piece.count == len(request.prompt) - 1:
+                    self._begin(piece.slot, request)
+
+    def _begin(self, row: int, request: Request) -> None:
+        request.prefill_clock.stop()
+        self._fill_row(row, request)
+        self.decoding[row] = request
 
     def _fill_row(self, row: int, request: Request) -> None:
         state, params = self.runner.state, request.params
@@ -113,11 +134,11 @@ class Scheduler:
     def _launch(self) -> None:
         runner = self.runner
         runner.decode()
-        wanted = max((row.params.logprobs or 0 for row in self.rows if row is not None), default=0)
-        top = runner.top_logprobs(wanted) if wanted else None
+        wanted = any(row is not None and row.params.logprobs for row in self.decoding)
+        top = runner.top_logprobs() if wanted else None
         out, top, done = runner.to_host(runner.state.out, top)
-        self.in_flight.append(_InFlight(list(self.rows), out, top, done))
-        for request in self.rows:
+        self.in_flight.append(_InFlight(list(self.decoding), out, top, done))
+        for request in self.decoding:
             if request is not None:
                 request.launched += 1
 
@@ -141,5 +162,5 @@ class Scheduler:
 
     def _release(self, row: int) -> None:
         if self.rows[row] is not None:
-            self.rows[row] = None
+            self.rows[row] = self.decoding[row] = None
             self.runner.state.slots[row].fill_(-1)

@@ -2,7 +2,8 @@
 
 Contexts and continuations run through the prefill step, packed over the slots, so nothing is compiled for a length. Only
 the rows that predict a continuation's tokens go through the output head, HEAD_ROWS at a time and always that many: memory
-is bounded however large the vocabulary, and a row's result does not depend on how many rows were waiting beside it.
+is bounded however large the vocabulary (33 MB of float32 logits at 129,280 tokens), and a row's result does not depend on
+how many rows were waiting beside it.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from dsv4.compile.prefill import Chunk, chunks
-from dsv4.compile.runner import Runner
-
-HEAD_ROWS = 64  # float32 logits of these at a time: 33 MB at 129,280 tokens
+from dsv4.compile.prefill import Chunk
+from dsv4.compile.runner import HEAD_ROWS, Runner
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def score(runner: Runner, requests: Sequence[tuple[list[int], list[int]]]) -> li
     head = _Head(runner)
     waiting = iter(sequences.items())
     while wave := list(islice(waiting, runner.cache.num_slots)):
-        for chunk in chunks([(slot, list(ids)) for slot, (ids, _) in enumerate(wave)], runner.prefill_sizes):
+        for chunk in runner.chunks([(slot, list(ids)) for slot, (ids, _) in enumerate(wave)]):
             head.add(runner.prefill(chunk), *_wanted(chunk, [targets for _, targets in wave]))
     logprobs: list[list[float]] = [[] for _ in requests]
     best: list[list[int]] = [[] for _ in requests]

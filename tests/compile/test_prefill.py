@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv4.compile.prefill import Chunk, Piece, chunks
+from dsv4.compile.prefill import Chunk, Piece, PromptQueue, chunks
 
 
 def lengths(prompts: list[int], sizes: list[int]) -> list[int]:
@@ -19,6 +19,23 @@ def test_a_prompt_crosses_chunks():
     first, second = chunks([(1, [5, 6]), (0, [7, 8, 9])], [3])
     assert first == Chunk([5, 6, 7], [0, 1, 0], [1, 1, 0], [Piece(1, 0, 0, 2), Piece(0, 2, 0, 1)])
     assert second == Chunk([8, 9, 0], [1, 2, 0], [0, 0, -1], [Piece(0, 0, 1, 2)])
+
+
+def test_prompts_apart():
+    first, second, third = chunks([(1, [5, 6, 7, 8]), (0, [9]), (2, [])], [1, 3], apart=True)
+    assert first == Chunk([5, 6, 7], [0, 1, 2], [1, 1, 1], [Piece(1, 0, 0, 3)])
+    assert second == Chunk([8], [3], [1], [Piece(1, 0, 3, 1)])
+    assert third == Chunk([9], [0], [0], [Piece(0, 0, 0, 1)])
+
+
+def test_prompts_that_come_later_join_what_is_waiting():
+    queue = PromptQueue([2, 4])
+    queue.push(0, [1, 2, 3, 4, 5])
+    assert queue.pop().pieces == [Piece(0, 0, 0, 4)]
+    queue.push(1, [6, 7])
+    queue.push(2, [])
+    assert queue.pop() == Chunk([5, 6, 7, 0], [4, 0, 1, 0], [0, 1, 1, -1], [Piece(0, 0, 4, 1), Piece(1, 1, 0, 2)])
+    assert not queue
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsv4.compile import scheduler
+from dsv4.compile.prefill import PromptQueue
 from dsv4.compile.requests import Request
 from dsv4.compile.sampling import SamplingParams
 from dsv4.compile.scheduler import LAG, Scheduler
@@ -68,6 +69,9 @@ class FakeRunner:
     def clock(self) -> Clock:
         return Clock()
 
+    def prompt_queue(self) -> PromptQueue:
+        return PromptQueue(self.prefill_sizes)
+
     def prefill(self, chunk) -> None:
         self._run(chunk.tokens, chunk.positions, chunk.slots)
 
@@ -98,8 +102,8 @@ class FakeRunner:
                 state.remaining[row] -= 1
                 state.slots[row] = -1 if stopped else row
 
-    def top_logprobs(self, count: int):
-        return self.state.logits.topk(count)
+    def top_logprobs(self):
+        return self.state.logits.topk(64)
 
     def to_host(self, out, top):
         event = Event(self.draw.random.randint(0, 2)) if self.device.type == "cuda" else None
@@ -160,6 +164,45 @@ def test_slots_stay_full(slots, device, draw):
     assert runner.steps == 4 * 7
     assert runner.idle_steps == 0
     assert runner.tokens_run == 4 * slots * (2 + 7)
+
+
+def timeline(runner):
+    """What the runner is asked for from now on: "chunk", or how many rows a decode step works on."""
+    ran, prefill, decode = [], runner.prefill, runner.decode
+
+    def note_chunk(chunk):
+        ran.append("chunk")
+        prefill(chunk)
+
+    def note_step():
+        ran.append(int((runner.state.slots >= 0).sum()))
+        decode()
+
+    runner.prefill, runner.decode = note_chunk, note_step
+    return ran
+
+
+def test_a_long_prompt_holds_up_nobody(device, draw):
+    """Its five chunks (of 8 and 4 rows) run between the steps of a row that decodes."""
+    requests = [request_for([5, 6], 9), request_for(draw.integers(1, VOCAB, 38).tolist(), 2)]
+    runner = FakeRunner(2, device, draw)
+    ran = timeline(runner)
+    list(Scheduler(runner).run(requests))
+    assert ran[:11] == ["chunk", 1, "chunk", 1, "chunk", 1, "chunk", 1, "chunk", 2, 2]
+    for request in requests:
+        assert request.token_ids == generated(request.prompt, request.max_new_tokens)
+
+
+def test_prompts_come_first_until_half_of_the_rows_decode(device, draw):
+    requests = [request_for(draw.integers(1, VOCAB, 9).tolist(), 20) for _ in range(4)]
+    runner = FakeRunner(4, device, draw)
+    ran = timeline(runner)
+    loop = Scheduler(runner)
+    running = loop.run(requests)
+    next(running)
+    assert loop.busy == 4
+    list(running)
+    assert ran[:5] == ["chunk", "chunk", 2, "chunk", 3] and loop.busy == 0
 
 
 def test_steps_after_a_stop_token_are_idle(device, draw):
