@@ -2,7 +2,8 @@
 
 Random weights of a release's widths and formats are made on the device, with fewer layers than the release (a whole
 Flash does not fit one GPU) but the same CSA/HCA alternation, top-k routing and full head. The step is the product's own:
-one compiled graph, captured, replayed. Two depths give the cost of a layer and of what lies outside the layers.
+one compiled graph, captured, replayed. Two depths give the cost of a layer and of what lies outside the layers; each op
+is also timed by itself (dsv4.bench_ops).
 """
 
 import argparse

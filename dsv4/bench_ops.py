@@ -1,8 +1,9 @@
 """The ops of one decode step, each by itself: how long, how many bytes, how far from the bytes' floor.
 
 The step runs once eagerly under a mode that writes down every call of a dsv4 op with its arguments. All calls of one op
-are then captured into one graph and replayed: the layers' weights follow one another and so are never in the L2 cache.
-In the step itself launches overlap, so the step takes less than the sum of this table.
+are then captured into one graph and replayed: the layers' large weights follow one another and so are not in the L2 cache.
+Those of routers and hyper-connections, a few MB a layer, may stay there. In the step itself launches overlap, so the step
+takes less than the sum of this table.
 """
 
 from collections import defaultdict
@@ -74,7 +75,7 @@ def time_ops(step: Callable[[], None], context: int, time_replays: Callable[[Cal
 
 
 def _shape(name: str, args: tuple) -> str:
-    """What tells the calls of one op apart: the sizes of its widest argument, and whether keys are picked."""
+    """What tells the calls of one op apart: the kind of attention; a linear's width (in NVFP4 its bytes) and rows."""
     if name == "attend":
         return "sliding" if args[3] is None else "HCA" if args[4] is None else "CSA"
     if name.startswith(("linear", "project")):
@@ -83,7 +84,8 @@ def _shape(name: str, args: tuple) -> str:
 
 
 def call_bytes(name: str, args: tuple, context: int) -> float:
-    """Bytes that a call has to read: weights once, of experts and cache only what it looks at; not activations."""
+    """Bytes that a call has to read: weights once, of experts and cache only what it looks at. Activations count only where
+    an op reads little else: those that advance cache or state, and sampling."""
     tensors = [value for value in args if isinstance(value, Tensor)]
     tokens = next((len(value) for value in tensors), 0)
     if name.startswith("moe"):
@@ -102,10 +104,10 @@ def call_bytes(name: str, args: tuple, context: int) -> float:
     if name == "index_topk":
         keys, rate = args[2], args[5]
         return tokens * ((context + 1) // rate) * keys.shape[-1] * keys.element_size()
-    if name.startswith(("advance", "compress", "kv_", "q_rope", "sample")):
+    if name.startswith(("advance", "sample")):
         return sum(value.nbytes for value in tensors[: 3 if name.startswith("advance") else 1])
     # Linears, routers, hyper-connections: every argument but the activations in front is a weight.
-    activations = {"hc_mix": 4, "hc_mix_head": 4, "hc_post": 4}.get(name, 1)
+    activations = 4 if name.startswith("hc_mix") else 1
     return sum(value.nbytes for value in tensors[activations:])
 
 

@@ -26,7 +26,7 @@ def add_explain(commands) -> None:
         help="say why a step is not one graph, not one CUDA graph, or not fast",
         description="Look at the steps of a model, or at any PyTorch callable, in a process of its own: custom ops, graph "
         "breaks, recompilations, the CUDA graph, the running kernels, agreement with eager, and the ladder of backends. "
-        "Without a GPU the stages 4 and 5 are skipped.",
+        "Without a GPU stage 5 is skipped, and stage 4 says only what an uncompiled call shows.",
         epilog="examples: dsv4 explain --model examples/tiny --html report.html;  dsv4 explain my_module:step --inputs "
         "my_module:inputs --fail-on break,recompile",
         allow_abbrev=False,

@@ -17,8 +17,10 @@ class DecodeState(nn.Module):
     """Per slot b of the decode batch, what the next step needs. Row b always works on cache slot b, or is inert.
 
     tokens [B]: the last token, not yet run. positions [B]: where it goes. slots [B]: b, or -1 when the row is idle.
-    remaining [B]: tokens still allowed. seen [B, V]: tokens under the repetition penalty. out int64 [2, B]: the step's
-    token (-1 from idle rows) and the bits of its float32 log-probability. logits float32 [B, V].
+    remaining [B]: tokens still allowed. stop_ids [B, MAX_STOP_IDS]: those that end the row, filled up with -1. seen
+    [B, V]: tokens under the repetition penalty. temperature to seeds [B]: the row's sampling, as `ops.sample` takes it.
+    out int64 [2, B]: the step's token (-1 from idle rows) and the bits of its float32 log-probability. logits float32
+    [B, V]: what it was drawn from.
     """
 
     def __init__(self, batch: int, vocab: int, device: torch.device):

@@ -49,7 +49,8 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [T, H] -> the products that need no position: queries of attention and indexer side by side; the low-rank
-        query and the raw key/value side by side; with a compressor its candidates and gates and the indexer's."""
+        query and the raw key/value side by side; with a compressor its candidates and gates, with an indexer its own
+        compressor's too and the weights of its heads."""
         y, *z = self.wx(x)
         return self.wq_b(y[:, : self.rank], self.q_norm, self.eps), y, *z
 

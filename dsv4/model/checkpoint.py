@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dsv4.model import formats, names, stacks
 from dsv4.model.formats import Format
+from dsv4.model.plan import size_text
 from dsv4.model.read_ahead import ReadAhead
 from dsv4.model.shards import TORCH_DTYPES, Folder, Stored
 from dsv4.model.source import Source
@@ -43,7 +44,7 @@ class Count:
         self.bytes += stored.nbytes
 
     def __str__(self) -> str:
-        return f"{self.tensors} tensors, {_size(self.bytes)}"
+        return f"{self.tensors} tensors, {size_text(self.bytes)}"
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ class ProgressLine:
         self._shown = now
         rate = done / max(now - self._start, 1e-3)
         end = "\n" if done >= total else ""
-        self._stream.write(f"\rloading {_size(done)} of {_size(total)}, {_size(rate)}/s{end}")
+        self._stream.write(f"\rloading {size_text(done)} of {size_text(total)}, {size_text(rate)}/s{end}")
         self._stream.flush()
 
 
@@ -361,11 +362,3 @@ def _require_same_format(first: tuple[Format, Stored], other: tuple[Format, Stor
             f"{other[1]} is {other[0].name}, but {first[1].name} is {first[0].name}; expected one format for all experts "
             "of a layer"
         )
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"

@@ -11,7 +11,8 @@ from dsv4.model.source import Source
 
 
 class Compressor(nn.Module):
-    """Pools finished blocks of `rate` tokens into cache entries of width `dim`: position bias, norm.
+    """The position bias and the norm with which finished blocks of `rate` tokens become cache entries of width `dim`; the
+    pooling itself is in `Attention.advance`.
 
     With `overlap` (CSA) the projections are 2*dim wide: first halves serve the next block, second halves their own.
     """
@@ -28,7 +29,7 @@ class Compressor(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Scores the compressed blocks for each token with small heads of its own, on keys from its own compressor."""
+    """What scores the compressed blocks for each token: small heads of its own, on keys from its own compressor."""
 
     def __init__(self, config: ModelConfig, source: Source, rate: int):
         super().__init__()

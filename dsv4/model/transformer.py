@@ -60,7 +60,7 @@ class Block(nn.Module):
         return residual
 
     # A region is compiled once for all layers that look alike, so 61 layers do not cost 61 compilations. It may not
-    # change its inputs, which is why the cache is written between the two.
+    # change its inputs, which is why the cache is written between the two and after them.
     @torch.compiler.nested_compile_region
     def _before(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> tuple[Tensor, ...]:
         streams, x, post, comb = self.hc_attn((y, streams, post, comb))

@@ -124,5 +124,5 @@ def linear_fp8_block(
     """Weight-only FP8-block linear: x [..., K] (with groups > 1: [..., G, K]) bf16 or float32; weight float8_e4m3fn
     [N, K] (rows of group g are g*N/G ..); scale float32 [ceil(N/128), ceil(K/128)]. Returns [..., N] in x's dtype.
 
-    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch."""
+    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch up to 64 tokens."""
     return torch.ops.dsv4.linear_fp8_block(x, weight, scale, groups, norm, eps)

@@ -178,8 +178,8 @@ def linear_nvfp4(
     group g are g*N/G ..); scale float8_e4m3fn [N, K/16]; scale_2 float32 [], or [N] with a value for each row. Returns
     [..., N] in x's dtype, with `out_fp32` in float32.
 
-    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch. activation="nvfp4"
-    emulates a W4A4 kernel: what meets the weight goes through NVFP4 (`through_nvfp4`)."""
+    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch up to 64 tokens.
+    activation="nvfp4" emulates a W4A4 kernel: what meets the weight goes through NVFP4 (`through_nvfp4`)."""
     if activation not in (None, "nvfp4"):
         raise ValueError(f'linear_nvfp4: activation must be None or "nvfp4", found {activation!r}')
     return torch.ops.dsv4.linear_nvfp4(x, weight, scale, scale_2, activation, groups, norm, eps, out_fp32)

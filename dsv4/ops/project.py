@@ -1,4 +1,4 @@
-"""project: all that a layer's attention multiplies its input with, in one launch.
+"""project: all that a layer's attention multiplies its input with, in one launch up to 64 tokens.
 
     y = x dequantize(weight, scale)^T, rounded once        z = x plain^T in float32
 The low-rank query and the key/value rows are FP8 and give bf16; the projections of the compressors and the indexer's head

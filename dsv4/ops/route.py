@@ -61,7 +61,7 @@ def topk_plan(hidden: int, experts: int) -> tuple[int, int, int]:
 
 
 def hash_split(hidden: int) -> int:
-    """Warps that share a row, so that a lane holds at most 32 of its weights (from 4096 channels on, more)."""
+    """Warps that share a row, so that a lane holds at most 32 of its weights (past 4096 channels, more)."""
     return max(1, min(4, -(-hidden // 1024)))
 
 

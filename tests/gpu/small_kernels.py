@@ -8,7 +8,6 @@ from torch import Tensor
 
 import dsv4.ops  # noqa: F401  (registers the ops)
 from dsv4.ops._register import registered
-from tests.ops.cases import Batch
 
 DEVICE = "cuda"
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,10 +33,6 @@ def poison(*tensors: Tensor) -> None:
     held = [torch.full((t.numel(),), torch.nan, dtype=t.dtype, device=DEVICE) for t in tensors if t.is_floating_point()]
     held += [torch.full((2**size,), torch.nan, device=DEVICE) for size in range(4, 20)]
     del held
-
-
-def on_device(batch: Batch) -> tuple[Tensor, Tensor]:
-    return batch.positions.to(DEVICE), batch.slots.to(DEVICE)
 
 
 def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> None:

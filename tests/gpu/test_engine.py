@@ -28,10 +28,6 @@ def eager():
     return dsv4.load(TINY, device="cuda", max_batch=3, max_context=2048, prefill_chunk=256, compile=False)
 
 
-def tokens_of(completions):
-    return [completion.token_ids for completion in completions]
-
-
 def test_decode_is_one_captured_graph(engine):
     from dsv4.compile.graphs import CapturedStep
 

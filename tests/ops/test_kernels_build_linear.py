@@ -13,7 +13,7 @@ NAMES = [form.name for form in FORMATS]
 
 
 def assert_fits(source: str, arch: str, defines: tuple[str, ...], threads: int) -> None:
-    """No spills, and all the block's threads have their registers (allotted by eight, to four warps at a time)."""
+    """No spills, and `threads` threads of an SM have their registers (allotted by eight, to four warps at a time)."""
     _, found = compile_cubin(source, arch, defines)
     assert found
     for name, used in found.items():
@@ -45,24 +45,28 @@ def test_dequantize(arch):
     assert_fits("gemv_dequantize.cu", arch, ("THREADS=256",), 256)
 
 
-# Flash and Pro: q_a, kv, q_b, o_a (8 and 16 groups), o_b, index q_b, shared w1 and w2, router, head.
+# Flash and Pro: q_b with the index q_b and without, both after a norm, o_a (8 and 16 groups), o_b, shared w1 with w3 and w2
+# where the experts do not take them along, head.
 MODELS = {
     "Flash": [
-        (FP8, 1024, 4096, 1), (FP8, 512, 4096, 1), (FP8, 32768, 1024, 1), (FP8, 8192, 4096, 8), (FP8, 4096, 8192, 1),
-        (FP8, 8192, 1024, 1), (FP8, 2048, 4096, 1), (FP8, 4096, 2048, 1), (BF16, 256, 4096, 1), (BF16, 129280, 4096, 1),
+        (FP8, 40960, 1024, 1, True), (FP8, 32768, 1024, 1, True), (FP8, 8192, 4096, 8), (FP8, 4096, 8192),
+        (FP8, 4096, 4096), (FP8, 4096, 2048), (BF16, 129280, 4096),
     ],
     "Pro": [
-        (FP8, 1536, 7168, 1), (FP8, 512, 7168, 1), (FP8, 65536, 1536, 1), (FP8, 16384, 4096, 16), (FP8, 7168, 16384, 1),
-        (FP8, 3072, 7168, 1), (FP8, 7168, 3072, 1), (BF16, 384, 7168, 1), (BF16, 129280, 7168, 1),
+        (FP8, 73728, 1536, 1, True), (FP8, 65536, 1536, 1, True), (FP8, 16384, 4096, 16), (FP8, 7168, 16384),
+        (FP8, 6144, 7168), (FP8, 7168, 3072), (BF16, 129280, 7168),
     ],
 }  # fmt: skip
+# q_a with kv; the projections of the compressors, in CSA with the weights of the index heads; the input width.
+PROJECTS = {"Flash": [(1536, 2624, 4096), (1536, 1024, 4096)], "Pro": [(2048, 2624, 7168), (2048, 1024, 7168)]}
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tokens", [1, 8, 32])
 def test_the_models_fit_into_shared_memory(model, tokens):
     """One launch, with 24 KB of weights in flight in every SM; with one token there is room for the next kernel."""
-    for number, n, k, groups in MODELS[model]:
-        plan = linear_plan(Work(FORMATS[number], tokens, n, k, groups), 132)
-        assert plan is not None and plan.stages * plan.warps * 2048 >= 24 * 1024, (number, n, k, plan)
+    plans = [linear_plan(Work(FORMATS[number], tokens, *sizes), 132) for number, *sizes in MODELS[model]]
+    plans += [plan for sizes in PROJECTS[model] for plan in project_plans(tokens, *sizes, 132)]
+    for plan in plans:
+        assert plan is not None and plan.stages * plan.warps * 2048 >= 24 * 1024, plan
         assert plan.shared <= (110 if tokens == 1 else 227) * 1024

@@ -2,29 +2,18 @@
 
 import pytest
 
-from dsv4.ops.kernels.build import compile_cubin
 from dsv4.ops.kernels.moe import COMBINE, EXPERTS, PREFILL, TOKEN, prefill_bytes
 from dsv4.ops.kernels.moe_plans import BLOCKS, WHOLE, experts_plan, token_plan
 from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8
+from tests.ops.test_kernels_build_linear import ARCHITECTURES, assert_fits
 
 pytest.importorskip("cuda.core")
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 FLASH, PRO = (4096, 2048), (7168, 3072)
 ODD = {BF16: (328, 200), FP8: (336, 208), FP4: (320, 192)}  # that do not fill steps of 128 bytes
 KINDS = [(BF16, False), (FP8, False), (FP4, False), (FP4, True)]  # and whether an FP8 expert goes along
 kinds = pytest.mark.parametrize("number, beside", KINDS, ids=["bf16", "FP8", "NVFP4", "NVFP4 and FP8"])
 arches = pytest.mark.parametrize("arch", ARCHITECTURES)
-
-
-def assert_fits(source: str, arch: str, defines: tuple[str, ...], threads: int) -> None:
-    """No spills, and `threads` threads of an SM have their registers (allotted by eight, to four warps at a time)."""
-    _, found = compile_cubin(source, arch, defines)
-    assert found
-    for name, used in found.items():
-        registers = -(-used.registers // 8) * 8 * -(-threads // 128) * 128
-        assert used.spill_bytes == 0 and registers <= 65536, f"{name}: {used}"
-        assert used.shared_bytes <= 4096
 
 
 def shapes(hidden: int, inter: int) -> tuple[tuple[bool, int, int], ...]:

@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 
 from dsv4.compile.explain.capture import Replay, uses_cuda
 from dsv4.compile.explain.frames import place_of_function, where
-from dsv4.compile.explain.graphs import plural
 from dsv4.compile.explain.report import Finding, Stage
 from dsv4.compile.explain.state import Snapshot, same_bits
 from dsv4.compile.explain.subject import Call, Subject
+from dsv4.compile.explain.summary import plural
 from dsv4.compile.explain.watch import copies
 
 NOT_COMPARABLE = "the callable differs from itself from call to call, so nothing can be compared"

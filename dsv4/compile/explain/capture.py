@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4.compile.explain.frames import Place, innermost, parse_stack, place_of_error, where
-from dsv4.compile.explain.graphs import plural
 from dsv4.compile.explain.report import Finding, Stage
 from dsv4.compile.explain.state import Snapshot
 from dsv4.compile.explain.subject import Call, Subject, bind, compile_callable, tensors_of
+from dsv4.compile.explain.summary import plural
 from dsv4.compile.explain.trace import Trace
 from dsv4.compile.explain.watch import Use, Watch, storage
 from dsv4.compile.graphs import CapturedStep

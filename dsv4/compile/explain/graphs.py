@@ -16,6 +16,7 @@ from dsv4.compile.explain.breaks import finding_of, findings_of
 from dsv4.compile.explain.frames import Visits, fold, innermost, is_library, place_of_error, place_of_function, where
 from dsv4.compile.explain.report import Finding, Stage
 from dsv4.compile.explain.subject import Subject
+from dsv4.compile.explain.summary import plural
 from dsv4.compile.explain.trace import Trace
 
 
@@ -86,11 +87,6 @@ def run(subject: Subject) -> Stage:
         findings=tuple(findings),
         data=data_of(subject, recorder, findings) | {"failed": failure is not None},
     )
-
-
-def plural(count: int, noun: str, nouns: str = "") -> str:
-    """`1 break`, `2 breaks`."""
-    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def failed(error: Exception, visits: Visits) -> Finding:

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from dsv4.compile.explain.frames import where
-from dsv4.compile.explain.graphs import plural
 from dsv4.compile.explain.report import Finding, Stage
 from dsv4.compile.explain.state import same_bits
 from dsv4.compile.explain.subject import Subject
+from dsv4.compile.explain.summary import plural
 from dsv4.compile.explain.watch import Use, Watch, copies, storage
 
 _OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

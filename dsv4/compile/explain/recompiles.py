@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from dsv4.compile.explain.frames import Place, definition, is_library, place_of_function, where
-from dsv4.compile.explain.graphs import plural
 from dsv4.compile.explain.guards import Cause, cause_of
 from dsv4.compile.explain.report import Finding, Stage
 from dsv4.compile.explain.subject import Call, Subject, bind
+from dsv4.compile.explain.summary import plural
 from dsv4.compile.explain.trace import Recompile, Trace
 
 REPEATS = 4  # calls where there is nothing to sweep over: state that a call leaves behind shows from the second on

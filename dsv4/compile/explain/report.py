@@ -46,7 +46,7 @@ class Stage:
                                                                          (the graphs as one call runs them, and
                                                                          one entry a repeated layer, in order)
     3: sweep [{shape, compiled}]                                         (whether that call compiled again)
-    4: captured, why, static_bytes, copied_bytes
+    4: captured, why, static_bytes, copied_bytes, pool_bytes (if captured)
     5: kernels [{name, module, origin, count, us}], timeline [{name, module, start_us, us}], nodes, nodes_per_layer,
        gap_us, ms, bytes, floor_ms, syncs, copies, allocations
     6: pairs [{a, b, max_abs, max_rel, first_module}]

@@ -11,10 +11,10 @@ import torch
 from dsv4.compile.explain.capture import Replay, why_not
 from dsv4.compile.explain.device_trace import Kernel, as_in, traced, with_modules
 from dsv4.compile.explain.frames import Place, current_place, fold, where
-from dsv4.compile.explain.graphs import plural
 from dsv4.compile.explain.report import Finding, Stage
 from dsv4.compile.explain.state import Snapshot
 from dsv4.compile.explain.subject import Call, Subject
+from dsv4.compile.explain.summary import plural
 from dsv4.compile.explain.watch import Use, Watch
 
 REPEATS = 20  # of the step, for times and allocations
@@ -67,7 +67,7 @@ def run(subject: Subject) -> Stage:
     text = (
         f"{how} in {milliseconds:.3f} ms (its bytes: {data['floor_ms']:.3f}), {plural(data['nodes'], 'kernel')}{layer}, "
         f"{data['gap_us']:.0f} us of gaps, {plural(data['syncs'], 'sync')}, "
-        f"{plural(data['copies'], 'copy', 'copies')} between host and device, {plural(allocations, 'allocation')}"
+        f"{plural(data['copies'], 'copy')} between host and device, {plural(allocations, 'allocation')}"
     )
     return Stage(5, "found" if findings else "ok", text, findings=tuple(findings), data=data)
 

@@ -32,7 +32,7 @@ def _graphs(stage: Stage | None) -> str:
 
 
 def _recompiles(stage: Stage | None) -> str:
-    return stage.summary.rsplit(",", 1)[0] if _ran(stage) else ""
+    return stage.summary.rsplit(", ", 1)[0] if _ran(stage) else ""
 
 
 def _capture(stage: Stage | None) -> str:

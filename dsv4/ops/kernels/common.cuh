@@ -1,5 +1,4 @@
-// Device helpers that the kernels share: bf16 packing, reductions, the last warp of a group, clusters. Everything that
-// is inline PTX stands here.
+// Device helpers that the kernels share: bf16 packing, reductions, the last warp of a group, clusters, rope's angles.
 #ifndef DSV4_COMMON
 #define DSV4_COMMON
 

@@ -5,10 +5,11 @@
 //
 // Measured there, one token, launches in turn (and what one adds after a kernel of 6 us that leaves the memory idle): FP8
 // 1024 -> 40960 with norm 13.3 us (11.7), 4096 -> 8192 in 8 groups 11.2 us (9.1), 8192 -> 4096 11.3 us (9.8), from the L2 8.5
-// us; NVFP4 8192 -> 4096 9.7 us (7.7), floor 4.4; bf16 4096 -> 129280 238 us. 8 tokens: 17.8, 14.4, 17.6 us; 32 tokens: 23, 37,
-// 38 us. From the end of the previous kernel to staged activations 1.6 us pass, from the last product to the end 0.4 us; in
-// between the L2 gives 5 TB/s. NVFP4 is bound by instructions: 350 a step, of which a scheduler's two warps hide too little.
-// 32 tokens are bound by staging (4 to 6 us), mma.sync and sums across clusters.
+// us; NVFP4 8192 -> 4096 9.7 us (7.7), floor 4.4; bf16 4096 -> 129280 238 us, less than its floor, which is that of a copy that
+// also writes. 8 tokens in FP8: 17.8, 14.4, 17.6 us; 32 tokens: 23, 37, 38 us. From the end of the previous kernel to staged
+// activations 1.6 us pass, from the last product to the end 0.4 us; in between the L2 gives 5 TB/s. NVFP4 is bound by
+// instructions: 350 a step, of which a scheduler's two warps hide too little. 32 tokens are bound by staging (4 to 6 us),
+// mma.sync and sums across clusters.
 //
 // With `groups`, the rows of group g see x[:, g, :].
 // Defines: FMT (0 bf16, 1 FP8, 2 NVFP4), OUT (type of y), and see stream.cuh.

@@ -1,5 +1,5 @@
 // What the hyper-connection kernels share: the coefficients, and the mixing of N streams.
-// Defines: N streams, H hidden; HEAD 0 or 1.
+// Defines: N streams, H hidden; HEAD and Y_FLOAT (y is float32, not bf16), 0 or 1.
 #ifndef DSV4_HYPER_CONNECTION
 #define DSV4_HYPER_CONNECTION
 #include "hopper.cuh"

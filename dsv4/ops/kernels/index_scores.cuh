@@ -1,4 +1,4 @@
-// Scores of index keys by one warp, for index.cu: queries of SPLIT-th part of the heads in fragments against 16 keys at a time.
+// Scores of index keys by one warp, for index.cu: queries of a SPLIT-th of the heads in fragments against 16 keys at a time.
 // Uses what index.cu defines before it: HEADS, D, SPLIT, CHUNKS, TILES.
 #ifndef DSV4_INDEX_SCORES
 #define DSV4_INDEX_SCORES

@@ -265,7 +265,7 @@ struct Divisor {
   }
 };
 
-// The same after the repetition penalty.
+// A quad of logits after the repetition penalty.
 DEVICE float4 penalise(float4 v, const unsigned char* seen, i64 row, int quad, Divisor penalty) {
   if (penalty.by == 1.f || quad >= ROW) return v;
   const unsigned char* flags = seen + row * V + quad * 4;
@@ -274,7 +274,6 @@ DEVICE float4 penalise(float4 v, const unsigned char* seen, i64 row, int quad, D
   };
   return make_float4(apply(v.x, 0), apply(v.y, 1), apply(v.z, 2), apply(v.w, 3));
 }
-
 
 // scaled [rows, ROW] float4 is scratch for filtered rows.
 KERNEL __launch_bounds__(THREADS, 1024 / THREADS)

@@ -1,10 +1,10 @@
 // A matrix product that streams its weights once: tiles of 16 rows of W x^T for up to 64 tokens, W in bf16, FP8 or NVFP4.
 //
-// One block an SM, WARPS warps, KW of which split K and the others rows. Each warp keeps a ring of STAGES steps of its own in
-// shared memory, filled by cp.async: 128 bytes of each of 16 * MT rows, and their NVFP4 scales. It multiplies a step with
-// mma.sync m16n8k16 (weights are the 16 rows, tokens the 8 columns, float32 sums); the KW warps' sums of a tile meet in shared
-// memory. Activations stay in shared memory while the block works on one segment (group or expert). Copies for the next tiles
-// are under way all the time, also before the previous kernel has ended.
+// A block has WARPS warps, KW of which split K and the others rows. Each warp keeps a ring of STAGES steps of its own in shared
+// memory, filled by cp.async: 128 bytes of each of 16 * MT rows, and their NVFP4 scales. It multiplies a step with mma.sync
+// m16n8k16 (weights are the 16 rows, tokens the 8 columns, float32 sums); the KW warps' sums of a tile meet in shared memory.
+// Activations stay in shared memory while the block works on one segment (group or expert). Copies for the next tiles are
+// under way all the time, also before the previous kernel has ended.
 //
 // Quantised weights become fp16: E4M3 by a conversion, E2M1 by moving bits, which leaves it 2^14 times too small, made up for
 // at the end. E2M1 x E4M3 scale is exact in fp16. Activations become fp16 times a power of two that puts the token's largest
@@ -121,7 +121,7 @@ DEVICE __half2 decode_scales(u32 two) {
 
 // --- loads ------------------------------------------------------------------------------------------------------------
 
-// This block works on bytes [begin, end) of every row of codes, in `steps` steps; a warp takes every KW-th.
+// Part `rank` of `ranks` of K, a block's or a warp's: bytes [begin, end) of every row of codes, in `steps` steps.
 template <int F>
 struct Slice {
   int row_bytes, scale_bytes, begin, end, steps, chunks;
