@@ -131,14 +131,7 @@ def measure(args: argparse.Namespace, depth: int, batches: list[int], with_ops: 
     from dsv4.model.random_source import RandomSource
     from dsv4.model.transformer import Transformer
 
-    whole = getattr(configs, args.widths)()
-    first = 2  # where the CSA, HCA alternation begins in both releases
-    config = dataclasses.replace(
-        whole,
-        num_hidden_layers=depth,
-        layer_types=whole.layer_types[first : first + depth],
-        mlp_layer_types=("moe",) * depth,
-    )
+    config = configs.excerpt(getattr(configs, args.widths)(), depth)
     device = torch.device("cuda")
     with torch.no_grad():
         model = Transformer(config, RandomSource(device, form=args.format))

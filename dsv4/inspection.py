@@ -193,7 +193,8 @@ def fit(args: argparse.Namespace, config, weights: dict[str, int], dtype, need) 
 
 def text(out: dict) -> str:
     """The report for people: sizes on disk in decimal units, memory in GiB."""
-    from dsv4.model.plan import GIB, MAX_GPUS, size_text
+    from dsv4.model.plan import GIB, MAX_GPUS
+    from dsv4.model.sizes import size_text
 
     lines = [f"{out['folder']}: {out['model']}"]
     if "layers" in out:

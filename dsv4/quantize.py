@@ -296,7 +296,7 @@ def write_json(file: Path, value) -> None:
 
 def summary(report: dict, target: Path, path: Path) -> str:
     """What was done, a line for each kind of outcome, and everything that was left out."""
-    from dsv4.model.plan import size_text
+    from dsv4.model.sizes import size_text
 
     groups: dict[str, list[dict]] = {}
     for outcome in report["tensors"]:
@@ -335,7 +335,7 @@ class Progress:
             self._show()
 
     def _show(self) -> None:
-        from dsv4.model.plan import size_text
+        from dsv4.model.sizes import size_text
 
         self._shown = time.monotonic()
         rate = size_text(self._here / max(self._shown - self._start, 1e-3))

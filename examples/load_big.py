@@ -9,7 +9,6 @@ Exit status 1 if loading took more host memory than the largest tensor and 2 GiB
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
@@ -27,7 +26,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from dsv4.model.checkpoint import load_folder  # noqa: E402
-from dsv4.model.config import ModelConfig, flash  # noqa: E402
+from dsv4.model.config import ModelConfig, excerpt, flash  # noqa: E402
 from dsv4.model.export import quantization_config  # noqa: E402
 from dsv4.model.inventory import Expected, nvfp4_experts_release  # noqa: E402
 from dsv4.model.shards import BITS, Folder  # noqa: E402
@@ -40,16 +39,7 @@ BLOCK = 64 * 2**20  # bytes written, or read, at a time
 
 def configuration(layers: int, experts: int, vocab: int) -> ModelConfig:
     """V4-Flash from its first CSA layer on, without hash routing."""
-    whole = flash()
-    kinds = whole.layer_types[2 : 2 + layers]
-    return dataclasses.replace(
-        whole,
-        num_hidden_layers=layers,
-        layer_types=kinds,
-        mlp_layer_types=("moe",) * layers,
-        n_routed_experts=experts,
-        vocab_size=vocab,
-    )
+    return excerpt(flash(), layers, n_routed_experts=experts, vocab_size=vocab)
 
 
 def patterns() -> dict[str, bytes]:

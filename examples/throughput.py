@@ -5,7 +5,6 @@ python examples/throughput.py --flash 6             # six layers of V4-Flash's w
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import random
@@ -23,7 +22,7 @@ from dsv4.compile.runner import Runner  # noqa: E402
 from dsv4.compile.sampling import SamplingParams  # noqa: E402
 from dsv4.compile.scheduler import Scheduler  # noqa: E402
 from dsv4.model.cache import Cache  # noqa: E402
-from dsv4.model.config import flash  # noqa: E402
+from dsv4.model.config import excerpt, flash  # noqa: E402
 from dsv4.model.random_source import RandomSource  # noqa: E402
 from dsv4.model.transformer import Transformer  # noqa: E402
 
@@ -31,13 +30,7 @@ from dsv4.model.transformer import Transformer  # noqa: E402
 @torch.no_grad()
 def flash_runner(layers: int, slots: int, context: int, deterministic: bool) -> Runner:
     """Layers of Flash from where the CSA, HCA alternation begins."""
-    whole, first = flash(), 2
-    config = dataclasses.replace(
-        whole,
-        num_hidden_layers=layers,
-        layer_types=whole.layer_types[first : first + layers],
-        mlp_layer_types=("moe",) * layers,
-    )
+    config = excerpt(flash(), layers)
     device = torch.device("cuda")
     model = Transformer(config, RandomSource(device))
     cache = Cache(config, slots, context, torch.bfloat16, device)

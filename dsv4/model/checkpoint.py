@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from dsv4.model import formats, names, stacks
 from dsv4.model.formats import Format
-from dsv4.model.plan import size_text
 from dsv4.model.read_ahead import ReadAhead
 from dsv4.model.shards import TORCH_DTYPES, Folder, Stored
+from dsv4.model.sizes import size_text
 from dsv4.model.source import Source
 from dsv4.model.stacks import ExpertStack
 

@@ -5,7 +5,7 @@ Reading and writing `config.json` is in config_json.py; `flash()` and `pro()` ar
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -262,4 +262,16 @@ def pro() -> ModelConfig:
         n_routed_experts=384,
         moe_intermediate_size=3072,
         routed_scaling_factor=2.5,
+    )
+
+
+def excerpt(config: ModelConfig, layers: int, first: int = 2, **changed) -> ModelConfig:
+    """Fewer layers of a model, all with top-k routing: those from `first` on, where both releases begin to alternate CSA
+    and HCA. `changed` replaces other fields."""
+    return replace(
+        config,
+        num_hidden_layers=layers,
+        layer_types=config.layer_types[first : first + layers],
+        mlp_layer_types=("moe",) * layers,
+        **changed,
     )

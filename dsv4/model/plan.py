@@ -166,12 +166,3 @@ def longest_context(
         else:
             above = middle
     return fits
-
-
-def size_text(nbytes: float) -> str:
-    """`1.5 GB`: decimal units, as disks and bandwidths have them."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"

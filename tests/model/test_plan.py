@@ -11,6 +11,7 @@ from dsv4.model import plan
 from dsv4.model.cache import Cache
 from dsv4.model.config import CSA, HCA, SLIDING, flash, pro
 from dsv4.model.plan import GIB
+from dsv4.model.sizes import size_text
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 
@@ -85,4 +86,4 @@ def test_step_reads_rows_of_tables_and_picked_experts():
     ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (1.5e9, "1.5 GB"), (2.25e12, "2.25 TB")]
 )
 def test_size_text(nbytes, text):
-    assert plan.size_text(nbytes) == text
+    assert size_text(nbytes) == text

@@ -4,7 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from dsv4.compile.explain.report import Finding, Report, Stage
-from dsv4.compile.explain.summary import plural, size_text, time_text, where
+from dsv4.compile.explain.summary import plural, time_text, where
+from dsv4.model.sizes import size_text
 
 TIME_TOLERANCE = 0.05  # a step has to be slower by more than this share to count as slower
 DIRECTIONS = ("worse", "better", "not compared")

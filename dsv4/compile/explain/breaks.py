@@ -6,23 +6,13 @@ recognises keeps torch's own words.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from dsv4.compile.explain.frames import Place, fold, innermost, where
 from dsv4.compile.explain.report import Finding
+from dsv4.compile.explain.rules import Rule
 from dsv4.compile.explain.trace import Break
 
 _SKIPPED = " It stands where torch cannot resume (in a loop, try or with), so the whole function runs without a graph."
-
-
-@dataclass(frozen=True)
-class Rule:
-    """pattern is searched in torch's message; {name} in the texts is what its group `name` matched."""
-
-    pattern: str
-    title: str
-    reason: str
-    hint: str
 
 
 RULES = (

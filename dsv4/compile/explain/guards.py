@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from dsv4.compile.explain.frames import Place, parse_stack
+from dsv4.compile.explain.rules import Rule
 
 _FIXED = (
     "Compile for a few fixed sizes and pad to them, which CUDA graphs need anyway; or call torch._dynamo.mark_dynamic(x, "
@@ -16,16 +17,6 @@ _STATIC_CACHE = (
 _TENSOR = (
     "Keep it in a tensor (a registered buffer, changed in place) or pass it as a tensor: values of tensors are not guarded."
 )
-
-
-@dataclass(frozen=True)
-class Rule:
-    """pattern is matched at the start of a guard; {name} in the texts is what its group `name` matched."""
-
-    pattern: str
-    title: str
-    reason: str
-    hint: str
 
 
 RULES = (

@@ -15,11 +15,11 @@ from dsv4.compile.explain.summary import (
     facts,
     op_facts,
     plural,
-    size_text,
     stage_text,
     time_text,
     where,
 )
+from dsv4.model.sizes import size_text
 
 LONG = 120  # characters of a detail that is folded away
 STATE = {True: "good", False: "bad", None: "unknown"}

@@ -221,15 +221,6 @@ def clipped(said: str, width: int) -> str:
     return said if len(said) <= width else said[: width - 3] + "..."
 
 
-def size_text(nbytes: float) -> str:
-    """`1.5 GB`, decimal."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
-
-
 def time_text(seconds: float) -> str:
     """`12.3 us`, `1.23 ms`, `4.5 s`: three digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

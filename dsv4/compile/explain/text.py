@@ -17,11 +17,11 @@ from dsv4.compile.explain.summary import (
     kernel_groups,
     op_facts,
     plural,
-    size_text,
     stage_text,
     time_text,
     where,
 )
+from dsv4.model.sizes import size_text
 
 WIDTH = 100
 COLOURS = {"ok": 32, "found": 33, "error": 31, "skipped": 2}

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from dsv4.compile.explain.report import KINDS, STAGES, Finding, Report, Stage
-from dsv4.compile.explain.summary import facts, fold, gaps, kernel_groups, part, size_text, time_text, where
+from dsv4.compile.explain.summary import facts, fold, gaps, kernel_groups, part, time_text, where
+from dsv4.model.sizes import size_text
 from tests.compile.explain.reports import KERNELS, broken, clean, on_cpu, step_data
 
 

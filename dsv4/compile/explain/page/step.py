@@ -4,7 +4,8 @@ from dsv4.compile.explain.page import timeline
 from dsv4.compile.explain.page.markup import Markup, row, section, table, tag
 from dsv4.compile.explain.page.strip import COLOURS, swatch
 from dsv4.compile.explain.page.timeline import micro
-from dsv4.compile.explain.summary import COUNTED, Group, clipped, gaps, kernel_groups, plural, size_text, time_text
+from dsv4.compile.explain.summary import COUNTED, Group, clipped, gaps, kernel_groups, plural, time_text
+from dsv4.model.sizes import size_text
 
 GAPS_SHOWN = 5
 NAME_SHOWN = 100  # characters of a kernel's name
