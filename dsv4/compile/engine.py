@@ -169,7 +169,8 @@ class Engine:
             for chunk in self.runner.chunks(list(enumerate(wave))):
                 out = self.runner.prefill(chunk)
                 for piece in chunk.pieces:
-                    hidden[piece.slot].append(out[piece.start : piece.start + piece.count])
+                    rows = out[piece.start : piece.start + piece.count]
+                    hidden[piece.slot].append(rows.clone())  # the next chunk may overwrite `out`
             for parts in hidden:
                 rows = torch.cat(parts)
                 results.append(torch.cat([self.model.logits(part) for part in rows.split(HEAD_ROWS)]))

@@ -44,9 +44,10 @@ class CapturedStep:
 
     The step must read and write tensors of fixed address only. It runs twice before the capture, so that lazy
     initialisation stays out of the graph; the caller sees to it that those runs touch no state (all rows idle).
+    Steps of one `pool` share the memory of their intermediate results, so nothing may be read from it after a replay.
     """
 
-    def __init__(self, step: Callable[[], None]):
+    def __init__(self, step: Callable[[], None], pool: tuple[int, int] | None = None):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -54,7 +55,7 @@ class CapturedStep:
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             step()
 
     def __call__(self) -> None:

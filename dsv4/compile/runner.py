@@ -9,7 +9,7 @@ made a multiple of ROWS rows. That equal rows then get equal bits is checked onc
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -48,9 +48,27 @@ class Clock:
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else self._end - self._start
 
 
+class _ChunkStep:
+    """The prefill step of one size, on a batch at fixed addresses: tokens, positions and slots, int64 [T] each; inert at
+    first. `hidden` [T, H] is the result of the last run."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor, Tensor], Tensor], size: int, device: torch.device):
+        self.batch = [torch.full((size,), value, dtype=torch.int64, device=device) for value in (0, 0, -1)]
+        self.run: Callable[[], None] = self._step
+        self._compute = step
+        self.hidden: Tensor | None = None
+
+    def _step(self) -> None:
+        self.hidden = self._compute(*self.batch)
+
+    def capture(self, pool: tuple[int, int]) -> None:
+        """From now on a run is one replay. `hidden` is held, so no other graph of the pool takes its memory."""
+        self.run = CapturedStep(self._step, pool)
+
+
 class Runner:
     """Runs prefill chunks and decode steps. With compile=True each is one fullgraph compilation of static shape, and on
-    CUDA the decode step is one CUDA graph. `state` has a row for each slot of the cache, and with deterministic=True
+    CUDA each is one CUDA graph. `state` has a row for each slot of the cache, and with deterministic=True
     perhaps some more, which stay idle."""
 
     @torch.no_grad()
@@ -61,21 +79,27 @@ class Runner:
         self.state = DecodeState(rows, model.config.vocab_size, self.device)
         self.prefill_sizes = sorted({min(SMALL_CHUNK, prefill_chunk), prefill_chunk})
         wrap = compile_step if compile else (lambda step: step)
-        self._prefill = {size: wrap(prefill_step) for size in self.prefill_sizes}
+        self._prefill = {}
+        for size in self.prefill_sizes:
+            self._prefill[size] = _ChunkStep(partial(wrap(prefill_step), model, cache), size, self.device)
         self._decode = partial(wrap(decode_step), model, cache, self.state)
 
         start = time.perf_counter()
         if compile:
             for size in self.prefill_sizes:
-                self.prefill(Chunk([0] * size, [0] * size, [-1] * size, []))
+                self._prefill[size].run()
             self.decode()
             self.synchronize()
         self.compile_seconds = time.perf_counter() - start
         self.capture_seconds = 0.0
         if compile and self.device.type == "cuda":
             start = time.perf_counter()
-            self._decode = CapturedStep(self._decode)
+            pool = torch.cuda.graph_pool_handle()  # one for all, since only one runs at a time
+            for step in self._prefill.values():
+                step.capture(pool)
+            self._decode = CapturedStep(self._decode, pool)
             self.synchronize()
+            torch.cuda.empty_cache()  # what the runs before the captures took
             self.capture_seconds = time.perf_counter() - start
         if deterministic:
             self._check_rows()
@@ -109,9 +133,12 @@ class Runner:
 
     @torch.no_grad()
     def prefill(self, chunk: Chunk) -> Tensor:
-        """Run one chunk; returns its final hidden states [T, H], padding included."""
-        tokens, positions, slots = (self.to_device(row) for row in (chunk.tokens, chunk.positions, chunk.slots))
-        return self._prefill[len(chunk.tokens)](self.model, self.cache, tokens, positions, slots)
+        """Run one chunk; returns its final hidden states [T, H], padding included. The next chunk may overwrite them."""
+        step = self._prefill[len(chunk.tokens)]
+        for place, values in zip(step.batch, (chunk.tokens, chunk.positions, chunk.slots), strict=True):
+            place.copy_(self._staged(values), non_blocking=True)
+        step.run()
+        return step.hidden
 
     @torch.no_grad()
     def decode(self) -> None:
@@ -127,10 +154,12 @@ class Runner:
 
     def to_device(self, values: list) -> Tensor:
         """int64 tensor of host numbers, copied without waiting."""
+        return self._staged(values).to(self.device, non_blocking=True)
+
+    def _staged(self, values: list) -> Tensor:
+        """int64 tensor of host numbers from which the device can copy while the host goes on."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        if self.device.type == "cuda":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
     def to_host(self, out: Tensor, top: tuple[Tensor, Tensor] | None):
         """Copies on their way to the host: (out, top, event that fires when they have arrived, or None)."""
