@@ -10,7 +10,8 @@ missing slots weigh nothing. A block is never pooled early; what is open stays i
 Because ring rows are found by position, and only positions from 0 to the current one are read, a slot that is used
 again needs no clearing.
 
-On CUDA bf16 entries run kernels/compress.cu; float32 entries, the oracle's precision, run the reference.
+On CUDA bf16 and compact entries (see row_formats) run kernels/compress.cu; float32 entries, the oracle's precision, run the
+reference.
 """
 
 import torch
@@ -20,6 +21,7 @@ from dsv4.ops._register import op
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.checks import require, require_tensors
 from dsv4.ops.rope import rms_norm, rope_angles, rotate
+from dsv4.ops.row_formats import GROUP, KERNEL_NAMES, ROWS, checked_format, stored
 from dsv4.ops.rows import history, write_ring_, write_rows_
 
 THREADS = 256  # of a block
@@ -34,39 +36,47 @@ def _fake(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, en
     return None
 
 
-def parts_of(dim: int, overlap: bool) -> int:
-    """How many blocks share the channels of a token: many where a block of tokens is long. ValueError for other widths."""
-    parts = 8 if not overlap and dim % 32 == 0 else 1
-    require("compress", dim % 4 == 0 and dim // parts <= 2 * THREADS, f"entries must be a multiple of 4, found {dim}")
+def parts_of(dim: int, overlap: bool, compact: bool) -> int:
+    """How many blocks share the channels of a token: many where a block of tokens is long and, if entries are compact,
+    none of their groups is split. ValueError for other widths."""
+    parts = 8 if not overlap and dim % (8 * GROUP if compact else 32) == 0 else 1
+    widest = 2 * THREADS * parts
+    fits = dim % 4 == 0 and dim <= widest
+    require("compress", fits, f"entries must be a multiple of 4 wide, at most {widest}, found {dim}")
     return parts
 
 
 def check_compressor(op_name, ape, norm, inv_freq, c_ring, z_ring, entries, rate):
-    """What the kernels require of a compressor's weights and state. Returns whether its blocks overlap."""
-    (slots, _, dim), width = entries.shape, ape.shape[1]
+    """What the kernels require of a compressor's weights and state. Returns whether its blocks overlap, and the format of
+    its entries (see row_formats)."""
+    slots, dim, width = entries.shape[0], norm.shape[0], ape.shape[1]
     require(op_name, width in (dim, 2 * dim), f"ape must be {dim} or {2 * dim} wide, found {width}")
     overlap = width == 2 * dim
-    require_tensors(op_name, torch.bfloat16, entries=entries)
+    format = checked_format(op_name, "entries", entries, dim, 2 * inv_freq.shape[0])
+    require(op_name, format is None or dim % 8 == 0, f"compact entries must be a multiple of 8 wide, found {dim}")
+    require(op_name, format in (None, ROWS) or dim <= 256, f"compact keys must be at most 256 wide, found {dim}")
     require_tensors(op_name, torch.float32, ape=ape, norm=norm, inv_freq=inv_freq, c_ring=c_ring, z_ring=z_ring)
     shape = (slots, rate * (1 + overlap), width)
     for name, ring in (("c_ring", c_ring), ("z_ring", z_ring)):
         require(op_name, ring.shape == shape, f"{name} must be {shape}, found {tuple(ring.shape)}")
-    return overlap
+    return overlap, format
 
 
 def _cuda(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps):
     if entries.dtype == torch.float32:
         return compress_ref(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps)
-    c, z, tokens, (_, capacity, dim) = c.contiguous(), z.contiguous(), c.shape[0], entries.shape
+    c, z, tokens, dim = c.contiguous(), z.contiguous(), c.shape[0], norm_weight.shape[0]
     require_tensors("compress", torch.float32, c=c, z=z)
     require_tensors("compress", torch.int64, positions=positions, slots=slots)
     require("compress", c.shape == z.shape == (tokens, ape.shape[1]), f"c and z must be {ape.shape[1]} wide")
-    overlap = check_compressor("compress", ape, norm_weight, inv_freq, c_ring, z_ring, entries, rate)
+    overlap, format = check_compressor("compress", ape, norm_weight, inv_freq, c_ring, z_ring, entries, rate)
     if tokens:
-        parts = parts_of(dim, overlap)
+        parts = parts_of(dim, overlap, format is not None)
         sizes = f"DIM={dim}", f"OVERLAP={int(overlap)}", f"RATE={rate}", f"ROPE={2 * inv_freq.shape[0]}"
-        launch = kernel("compress.cu", "compress", *sizes, f"PARTS={parts}", f"THREADS={THREADS}")
-        state = c_ring, z_ring, entries, tokens, capacity, eps
+        launch = kernel(
+            "compress.cu", "compress", *sizes, f"PARTS={parts}", f"THREADS={THREADS}", f"FORMAT={KERNEL_NAMES[format]}"
+        )
+        state = c_ring, z_ring, entries, tokens, entries.shape[1], eps
         weights = ape, norm_weight, inv_freq
         cluster = parts if parts > 1 else None
         launch(tokens, THREADS, c, z, *weights, positions, slots, *state, cluster=cluster, pdl=True)
@@ -87,9 +97,19 @@ def compress_ref(
     rate: int,
     eps: float,
 ) -> None:
-    """The equations above in float32; the pooled entry is rounded once to the entries' dtype before its norm."""
-    count, width = c.shape
-    num_slots, capacity, dim = entries.shape
+    """The equations above in float32; the pooled entry is rounded once to the entries' dtype before its norm, and a
+    compact one to bf16 like what it is made from."""
+    dtype = torch.bfloat16 if entries.dtype == torch.uint8 else entries.dtype
+    at = positions, slots
+    advance_compressor(c, z, ape, norm_weight, inv_freq, *at, c_ring, z_ring, entries, rate, eps, dtype)
+
+
+def advance_compressor(
+    c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps, dtype: torch.dtype
+) -> None:
+    """`compress` with the dtype that entries are rounded to, which those of a plain buffer have themselves."""
+    (count, width), dim = c.shape, norm_weight.shape[0]
+    num_slots, capacity, _ = entries.shape
     overlap = width == 2 * dim
     z = z + ape[positions % rate]
     # Rows that end a block come first; a batch of T tokens of S sequences ends at most T/r + S blocks.
@@ -107,12 +127,13 @@ def compress_ref(
     # Rows that end no block may have no slot at all; offset 0 keeps their softmax finite, and they are not written.
     zs[:, 0] = torch.where(present[:, :1], zs[:, 0], 0)
     pooled = (zs.softmax(dim=1) * cs).sum(1)
-    pooled = rms_norm(pooled.to(entries.dtype), norm_weight, eps)
+    pooled = rms_norm(pooled.to(dtype), norm_weight, eps)
     block = positions[picks] // rate
-    entry = rotate(pooled, rope_angles(block * rate, inv_freq))
+    entry = rotate(pooled, rope_angles(block * rate, inv_freq)).to(dtype)
 
-    index = slots[picks].clamp(min=0) * capacity + block.clamp(max=capacity - 1)
-    write_rows_(entries.view(-1, dim), index, entry, ends[picks])
+    slot, block = slots[picks].clamp(min=0), block.clamp(max=capacity - 1)
+    for view, rows in stored(entry, entries, 2 * inv_freq.shape[0]):
+        write_rows_(view, slot, block, rows, ends[picks])
     write_ring_(c_ring, c, positions, slots)
     write_ring_(z_ring, z, positions, slots)
 
@@ -135,6 +156,7 @@ def compress(
 
     c, z float32 [T, d] (HCA) or [T, 2d] (CSA); ape float32 [rate, same]; norm_weight float32 [d]; inv_freq float32
     [R/2]; positions, slots int64 [T]. Changed in place: c_ring, z_ring float32 [S, rate or 2*rate, width] and
-    entries [S, blocks, d], where block w = position // rate is written at the token that completes it.
+    entries [S, blocks, d] or compact (see row_formats), where block w = position // rate is written at the token that
+    completes it.
     """
     torch.ops.dsv4.compress(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, entries, rate, eps)

@@ -30,21 +30,20 @@ def history(
     return torch.where(present[..., None], values, 0), present
 
 
-def write_rows_(buffer: Tensor, index: Tensor, rows: Tensor, valid: Tensor) -> None:
-    """buffer [N, C] at index [M] <- rows [M, C] where valid [M]; the others leave no trace.
+def write_rows_(buffer: Tensor, slot: Tensor, row: Tensor, rows: Tensor, valid: Tensor) -> None:
+    """buffer [S, R, C] at (slot, row) [M] <- rows [M, C] where valid [M]; the others leave no trace.
 
-    Without a data-dependent shape: an invalid row repeats the first valid write, and if there is none, row 0 is
+    Without a data-dependent shape: an invalid row repeats the first valid write, and if there is none, the first row is
     rewritten with itself.
     """
-    if index.shape[0] == 0:
+    if valid.shape[0] == 0:
         return
     first = valid.int().argmax(0, keepdim=True)
     some = valid.any()
-    spare_index = torch.where(some, index[first], 0)
-    spare_row = torch.where(some, rows[first].to(buffer.dtype), buffer[:1])
-    index = torch.where(valid, index, spare_index)
-    rows = torch.where(valid[:, None], rows.to(buffer.dtype), spare_row)
-    buffer.index_copy_(0, index, rows)
+    slot, row = (torch.where(valid, i, torch.where(some, i[first], 0)) for i in (slot, row))
+    rows = rows.to(buffer.dtype)
+    rows = torch.where(valid[:, None], rows, torch.where(some, rows[first], buffer[0, :1]))
+    buffer.index_put_((slot, row), rows)
 
 
 def write_ring_(ring: Tensor, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -56,5 +55,4 @@ def write_ring_(ring: Tensor, rows: Tensor, positions: Tensor, slots: Tensor) ->
         inside = later < count
         later = later.clamp(max=count - 1)
         valid = valid & ~(inside & (slots[later] == slots) & (positions[later] == positions + size))
-    index = slots.clamp(min=0) * size + positions % size
-    write_rows_(ring.view(-1, ring.shape[-1]), index, rows, valid)
+    write_rows_(ring, slots.clamp(min=0), positions % size, rows, valid)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from dsv4.ops.row_formats import key_bytes, row_bytes, rows_of
 from tests.gpu import small_kernels
 from tests.gpu.small_kernels import assert_replay_equals, call, reference
 from tests.ops.cases import (
     GARBAGE_POSITIONS,
     assert_same_bits,
+    compact,
     inert_batch,
     make_batch,
     one_by_one,
@@ -36,7 +38,7 @@ class Compressor:
         self.c = [draw.normal(n, self.width, outliers=20.0) for n in lengths]
         self.z = [draw.normal(n, self.width, scale=2.0, outliers=8.0) for n in lengths]
         self.weights = draw.normal(self.rate, self.width), draw.normal(self.dim) + 1.0, draw.inv_freq(self.rope)
-        slots, blocks = len(lengths), (max(lengths) + start) // self.rate + 1
+        slots, blocks = len(lengths), ((max(lengths) + start) // self.rate // 4 + 1) * 4
         rings = [draw.normal(slots, depth, self.width) for _ in range(2)]
         entries = draw.normal(slots, blocks, self.dim, dtype=BF16)
         self.mine = [t.clone().to(small_kernels.DEVICE) for t in (*rings, entries)]
@@ -125,6 +127,38 @@ def test_a_million_tokens_in(kind, draw):
     for low, high in ((0, 1), (1, 2), (2, 150), (150, 151), (151, 300)):
         compressor.step(make_batch([(0, low, high)]))
     compressor.check()
+
+
+# Formats of entries by kind.
+COMPACT = (("CSA", "fp8 rows"), ("HCA", "fp8 rows"), ("index", "fp8"), ("index", "fp4"))
+
+
+@pytest.mark.parametrize("sizes", ((1,), (1, 2, 3, 5, 50, 130, 300)), ids=("single tokens", "chunks"))
+@pytest.mark.parametrize(("kind", "form"), COMPACT)
+def test_compact_entries(kind, form, sizes, draw):
+    """The bytes of the plain kernel's entries, quantised by the reference; nothing else written."""
+    lengths = (261, 131, 5)
+    plain = Compressor(draw, kind, lengths)
+    width = row_bytes(plain.dim, plain.rope) if form == "fp8 rows" else key_bytes(plain.dim, form)
+    state = [*(t.clone() for t in plain.mine[:2]), compact(plain.mine[2], plain.rope, width)]
+    for batch in random_steps(draw, lengths, sizes):
+        call("compress", *plain.arguments(batch, plain.mine))
+        call("compress", *plain.arguments(batch, state))
+    for mine, wanted in zip(state, (*plain.mine[:2], compact(plain.mine[2], plain.rope, width)), strict=True):
+        assert_same_bits(mine, wanted)
+
+
+def test_compact_entries_past_two_gigabytes(draw):
+    """The last block of a million tokens in slot 14: as in a small buffer, and nothing else written."""
+    compressor = Compressor(draw, "CSA", (4,))
+    positions, rings = torch.arange(1_048_572, 1_048_576), [t.repeat(15, 1, 1) for t in compressor.mine[:2]]
+    rows = compressor.c[0], compressor.z[0], *compressor.weights, positions
+    many, few = (torch.zeros(*n, 584, dtype=torch.uint8, device=small_kernels.DEVICE) for n in ((15, 262_144), (1, 4)))
+    call("compress", *rows, torch.full((4,), 14), *rings, many, 4, EPS)
+    call("compress", *rows, torch.zeros(4, dtype=torch.int64), *compressor.mine[:2], few, 4, EPS)  # in its last row
+    found = [rows_of(entries[-1:], 512, 64, BF16)[0, -1] for entries in (many, few)]
+    assert_same_bits(*found)
+    assert found[0].any() and many.count_nonzero() == few.count_nonzero()
 
 
 def test_nothing_active(draw):

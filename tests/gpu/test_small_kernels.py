@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsv4.ops.row_formats import row_bytes, simulate_rows
 from tests.gpu import small_kernels
 from tests.gpu.small_kernels import assert_close, assert_replay_equals, call, poison, reference
 from tests.ops.cases import GARBAGE_POSITIONS, assert_same_bits, make_batch
@@ -54,6 +55,22 @@ def test_kv_write(segments, window, dim, draw):
     call("kv_write", kv, batch.positions, batch.slots, ring)
     reference("kv_write", kv.float(), batch.positions, batch.slots, wide := expected.float())
     assert_same_bits(ring, wide.to(BF16))
+
+
+@pytest.mark.parametrize("segments", SEGMENTS, ids=str)
+@pytest.mark.parametrize(("window", "dim", "rope"), ((128, 512, 64), (8, 72, 8)))
+def test_kv_write_compact(segments, window, dim, rope, draw):
+    """Rows of all sizes, among them zeros, and rows that went through the format before; other bytes stay."""
+    batch = make_batch(segments, GARBAGE_POSITIONS)
+    kv = draw.normal(len(batch.slots), dim, outliers=50.0) * 10.0 ** draw.integers(-8, 9, len(batch.slots), 1)
+    kv = torch.where(torch.arange(len(batch.slots))[:, None] % 5 == 4, 0, kv).to(BF16)
+    kv[::3] = simulate_rows(kv[::3], rope)
+    kv[batch.slots < 0] = torch.nan
+    before = draw.integers(0, 256, 3, window, row_bytes(dim, rope), dtype=torch.uint8).to(small_kernels.DEVICE)
+    ring, expected = before.clone(), before.clone()
+    call("kv_write", kv, batch.positions, batch.slots, ring)
+    reference("kv_write", kv, batch.positions, batch.slots, expected)
+    assert_same_bits(ring, expected)
 
 
 def test_replay_equals_eager(draw):

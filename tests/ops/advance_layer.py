@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 from dsv4 import ops
-from tests.ops.cases import GARBAGE_POSITIONS, make_batch
+from dsv4.ops.row_formats import hadamard, key_bytes, row_bytes, simulate_fp4, simulate_rows
+from tests.ops.cases import GARBAGE_POSITIONS, compact, make_batch
 
 EPS = 1e-6
 KINDS = ("window", "csa", "hca")
@@ -26,6 +27,10 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes(heads=3, dim=16, index_heads=4, index_dim=8, rank=8, rope=8, window=12, hca_rate=6)
+COMPACT = SMALL._replace(dim=72, index_dim=32)  # the least that compact rows and keys can have
+# Formats of rows and of index keys; layers without an indexer have the first only.
+FORMATS = (("fp8", "bf16"), ("bf16", "fp8"), ("bf16", "fp4"), ("fp8", "fp4"))
+COMPACT_KINDS = [(kind, *f) for kind in KINDS for f in FORMATS[:: 1 if kind == "csa" else len(FORMATS)]]
 
 
 class Layer:
@@ -35,7 +40,7 @@ class Layer:
         self.kind, self.dtype, self.sizes = kind, dtype, sizes
         self.rate = {"window": 0, "csa": 4, "hca": sizes.hca_rate}[kind]
         overlap, dim = kind == "csa", sizes.dim
-        width, blocks = dim * (1 + overlap), max(lengths) // max(self.rate, 1) + 1
+        width, blocks = dim * (1 + overlap), -(-(max(lengths) // max(self.rate, 1) + 1) // 4) * 4
         index = sizes.index_heads * sizes.index_dim if overlap else 0
         self.q_all = [draw.normal(n, sizes.heads * dim + index, dtype=dtype, outliers=10.0) for n in lengths]
         self.y = [draw.normal(n, sizes.rank + dim, dtype=dtype, outliers=10.0) for n in lengths]
@@ -63,6 +68,24 @@ class Layer:
         other.ring = self.ring.to(device, copy=True)
         other.main, other.index = ([t.to(device, copy=True) for t in part] for part in (self.main, self.index))
         return other
+
+    def stored_as(self, kv, index):
+        """The same layer with a state in the given formats of rows and index keys."""
+        other, n = self.fork(), self.sizes
+        if kv != "bf16":
+            other.ring = compact(self.ring, n.rope, row_bytes(n.dim, n.rope))
+            other.main[4:] = [compact(entries, n.rope, row_bytes(n.dim, n.rope)) for entries in self.main[4:]]
+        if index != "bf16":
+            other.index[4:] = [compact(keys, n.rope, key_bytes(n.index_dim, index)) for keys in self.index[4:]]
+        return other
+
+    def results_as(self, results, kv, index):
+        """What `advance` of a layer in these formats returns, by what that of a plain one does."""
+        q, row, *rest = results
+        row = simulate_rows(row, self.sizes.rope) if kv != "bf16" else row
+        if index != "bf16":
+            rest[0] = simulate_fp4(hadamard(rest[0])) if index == "fp4" else hadamard(rest[0])
+        return q, row, *rest
 
     def inputs(self, batch):
         rows = (self.q_all, self.y, self.z) if self.rate else (self.q_all, self.y)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4.ops.fp8 import decode_e8m0, quantize_fp8_block
 from dsv4.ops.nvfp4 import quantize_nvfp4
+from dsv4.ops.row_formats import key_bytes, row_bytes, stored
 
 # dtype of the result -> (rtol, atol); atol counts in units of the largest expected value when that is above 1.
 TOLERANCE = {
@@ -164,6 +165,14 @@ def sparse_zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+def compact(rows: Tensor, rope: int, width: int) -> Tensor:
+    """A compact buffer [S, n, width] of rows [S, n, D], keys rotated."""
+    buffer = torch.zeros(*rows.shape[:2], width, dtype=torch.uint8, device=rows.device)
+    for view, part in stored(rows, buffer, rope):
+        view.copy_(part)
+    return buffer
+
+
 # --- one set of arguments an op ---------------------------------------------------------------------------------------
 
 
@@ -180,40 +189,40 @@ def _kv_rope(draw: Draw, dtype: torch.dtype) -> tuple:
     return draw.normal(7, 16, dtype=dtype), draw.normal(16), draw.inv_freq(8), _batch().positions, 1e-6
 
 
-def _kv_write(draw: Draw, dtype: torch.dtype) -> tuple:
+def _kv_write(draw: Draw, dtype: torch.dtype, dim: int = 16) -> tuple:
     batch = _batch()
-    return draw.normal(7, 16, dtype=dtype), batch.positions, batch.slots, draw.normal(3, 8, 16, dtype=dtype)
+    return draw.normal(7, dim, dtype=dtype), batch.positions, batch.slots, draw.normal(3, 8, dim, dtype=dtype)
 
 
-def _compress(draw: Draw, dtype: torch.dtype) -> tuple:
-    batch, rings = _batch(), [draw.normal(3, 8, 32) for _ in range(2)]
-    inputs = draw.normal(7, 32), draw.normal(7, 32), draw.normal(4, 32), draw.normal(16), draw.inv_freq(8)
-    return *inputs, batch.positions, batch.slots, *rings, draw.normal(3, 5, 16, dtype=dtype), 4, 1e-6
+def _compress(draw: Draw, dtype: torch.dtype, dim: int = 16) -> tuple:
+    batch, width, rings = _batch(), 2 * dim, [draw.normal(3, 8, 2 * dim) for _ in range(2)]
+    inputs = draw.normal(7, width), draw.normal(7, width), draw.normal(4, width), draw.normal(dim), draw.inv_freq(8)
+    return *inputs, batch.positions, batch.slots, *rings, draw.normal(3, 5, dim, dtype=dtype), 4, 1e-6
 
 
-def _compress_hca(draw: Draw, dtype: torch.dtype) -> tuple:
-    batch, rings = _batch(), [draw.normal(3, 4, 16) for _ in range(2)]
-    inputs = draw.normal(7, 16), draw.normal(7, 16), draw.normal(4, 16), draw.normal(16), draw.inv_freq(8)
-    return *inputs, batch.positions, batch.slots, *rings, draw.normal(3, 5, 16, dtype=dtype), 4, 1e-6
+def _compress_hca(draw: Draw, dtype: torch.dtype, dim: int = 16) -> tuple:
+    batch, rings = _batch(), [draw.normal(3, 4, dim) for _ in range(2)]
+    inputs = draw.normal(7, dim), draw.normal(7, dim), draw.normal(4, dim), draw.normal(dim), draw.inv_freq(8)
+    return *inputs, batch.positions, batch.slots, *rings, draw.normal(3, 5, dim, dtype=dtype), 4, 1e-6
 
 
-def _advance_window(draw: Draw, dtype: torch.dtype) -> tuple:
+def _advance_window(draw: Draw, dtype: torch.dtype, dim: int = 16) -> tuple:
     batch = _batch()
-    inputs = draw.normal(7, 2 * 16, dtype=dtype), draw.normal(7, 8 + 16, dtype=dtype), draw.normal(16), draw.inv_freq(8)
-    return *inputs, batch.positions, batch.slots, draw.normal(3, 8, 16, dtype=dtype), 2, 1e-6, True
+    inputs = draw.normal(7, 2 * dim, dtype=dtype), draw.normal(7, 8 + dim, dtype=dtype), draw.normal(dim), draw.inv_freq(8)
+    return *inputs, batch.positions, batch.slots, draw.normal(3, 8, dim, dtype=dtype), 2, 1e-6, True
 
 
-def _advance_hca(draw: Draw, dtype: torch.dtype) -> tuple:
-    (q_all, y, *rest), state = _advance_window(draw, dtype)[:7], _compress_hca(draw, dtype)[7:10]
-    return q_all, y, draw.normal(7, 32), *rest, draw.normal(4, 16), draw.normal(16), *state, 2, 4, 1e-6, True
+def _advance_hca(draw: Draw, dtype: torch.dtype, dim: int = 16) -> tuple:
+    (q_all, y, *rest), state = _advance_window(draw, dtype, dim)[:7], _compress_hca(draw, dtype, dim)[7:10]
+    return q_all, y, draw.normal(7, 2 * dim), *rest, draw.normal(4, dim), draw.normal(dim), *state, 2, 4, 1e-6, True
 
 
-def _advance_csa(draw: Draw, dtype: torch.dtype) -> tuple:
-    (_, y, *rest), state = _advance_window(draw, dtype)[:7], _compress(draw, dtype)[7:10]
-    q_all, z = draw.normal(7, 2 * 16 + 4 * 8, dtype=dtype), draw.normal(7, 4 * 16 + 4 * 8 + 4)
-    main = draw.normal(4, 32), draw.normal(16), *state
-    index_rings, index_entries = [draw.normal(3, 8, 16) for _ in range(2)], draw.normal(3, 5, 8, dtype=dtype)
-    index = draw.normal(4, 16), draw.normal(8), *index_rings, index_entries
+def _advance_csa(draw: Draw, dtype: torch.dtype, dim: int = 16, index_dim: int = 8) -> tuple:
+    (_, y, *rest), state = _advance_window(draw, dtype, dim)[:7], _compress(draw, dtype, dim)[7:10]
+    q_all, z = draw.normal(7, 2 * dim + 4 * index_dim, dtype=dtype), draw.normal(7, 4 * dim + 4 * index_dim + 4)
+    main = draw.normal(4, 2 * dim), draw.normal(dim), *state
+    index_state = _compress(draw, dtype, index_dim)[7:10]
+    index = draw.normal(4, 2 * index_dim), draw.normal(index_dim), *index_state
     return q_all, y, z, *rest, *main, *index, 2, 4, 4, 1e-6, True
 
 
@@ -227,18 +236,32 @@ def _without_write(make: Callable[[Draw, torch.dtype], tuple]) -> Callable[[Draw
     return lambda draw, dtype: (*make(draw, dtype)[:-1], False)
 
 
-def _index_topk(draw: Draw, dtype: torch.dtype) -> tuple:
+def _index_topk(draw: Draw, dtype: torch.dtype, dim: int = 16) -> tuple:
     batch = _batch()
-    q, keys = draw.normal(7, 4, 16, dtype=dtype), draw.normal(3, 5, 16, dtype=dtype)
+    q, keys = draw.normal(7, 4, dim, dtype=dtype), draw.normal(3, 5, dim, dtype=dtype)
     return q, draw.normal(7, 4), keys, batch.positions, batch.slots, 4, 3
 
 
-def _attend(draw: Draw, dtype: torch.dtype) -> tuple:
+def _attend(draw: Draw, dtype: torch.dtype, dim: int = 16) -> tuple:
     batch = _batch()
-    q, kv = draw.normal(7, 3, 16, dtype=dtype), draw.normal(7, 16, dtype=dtype)
-    ring = draw.normal(3, 8, 16, dtype=dtype)
-    entries, indices = draw.normal(3, 5, 16, dtype=dtype), draw.integers(-1, 5, 7, 3, dtype=torch.int32)
+    q, kv = draw.normal(7, 3, dim, dtype=dtype), draw.normal(7, dim, dtype=dtype)
+    ring = draw.normal(3, 8, dim, dtype=dtype)
+    entries, indices = draw.normal(3, 5, dim, dtype=dtype), draw.integers(-1, 5, 7, 3, dtype=torch.int32)
     return q, kv, ring, entries, indices, draw.normal(3), draw.inv_freq(8), batch.positions, batch.slots, 4
+
+
+def _compact(make: Callable[..., tuple], formats: dict[int, str], **sizes: int) -> Callable[[Draw, torch.dtype], tuple]:
+    """The arguments with the given numbers in compact formats: "fp8 rows", or "fp8" or "fp4" keys. `sizes`: a dim of 72,
+    of which 8 have rope, for rows, and 32 for keys."""
+
+    def arguments(draw: Draw, dtype: torch.dtype) -> tuple:
+        args = list(make(draw, dtype, **sizes))
+        for number, name in formats.items():
+            dim = args[number].shape[-1]
+            args[number] = compact(args[number], 8, row_bytes(dim, 8) if name == "fp8 rows" else key_bytes(dim, name))
+        return tuple(args)
+
+    return arguments
 
 
 def _index_topk_all(draw: Draw, dtype: torch.dtype) -> tuple:
@@ -298,7 +321,14 @@ def _linear_fp8_block_normed(draw: Draw, dtype: torch.dtype) -> tuple:
 
 
 def _project(draw: Draw, dtype: torch.dtype) -> tuple:
-    return *_linear_fp8_block(draw, dtype)[:3], draw.normal(12, 136, dtype=dtype)
+    return *_linear_fp8_block(draw, dtype)[:3], None, draw.normal(12, 136, dtype=dtype)
+
+
+def _project_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
+    """A scale_2 for each row of the one, one for all of the other."""
+    x, *exact = _linear_nvfp4(draw, dtype)
+    packed, scale, _ = quantize_nvfp4(draw.normal(20, 32))
+    return x, packed, scale, draw.uniform(0.5, 2, 20), *exact
 
 
 def _linear_nvfp4(draw: Draw, dtype: torch.dtype) -> tuple:
@@ -400,15 +430,22 @@ def _sample(draw: Draw, dtype: torch.dtype) -> tuple:
 # "op" or "op: what is special about it"
 ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
     "advance_csa": _advance_csa,
+    "advance_csa: compact": _compact(_advance_csa, {7: "fp8 rows", 12: "fp8 rows", 17: "fp4"}, dim=72, index_dim=32),
+    "advance_csa: compact keys": _compact(_advance_csa, {17: "fp8"}, index_dim=32),
     "advance_csa: no write": _without_write(_advance_csa),
     "advance_hca": _advance_hca,
+    "advance_hca: compact": _compact(_advance_hca, {7: "fp8 rows", 12: "fp8 rows"}, dim=72),
     "advance_hca: no write": _without_write(_advance_hca),
     "advance_state": _advance_state,
     "advance_window": _advance_window,
+    "advance_window: compact": _compact(_advance_window, {6: "fp8 rows"}, dim=72),
     "attend": _attend,
     "attend: all entries": _attend_all,
+    "attend: compact": _compact(_attend, {2: "fp8 rows", 3: "fp8 rows"}, dim=72),
     "attend: window": _attend_window,
     "compress": _compress,
+    "compress: compact": _compact(_compress, {9: "fp8 rows"}, dim=72),
+    "compress: compact keys": _compact(_compress, {9: "fp4"}, dim=32),
     "compress: no overlap": _compress_hca,
     "hc_head": _hc_head,
     "hc_mix": _hc_mix,
@@ -416,9 +453,12 @@ ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
     "hc_post": _hc_post,
     "hc_pre": _hc_pre,
     "index_topk": _index_topk,
+    "index_topk: compact fp4": _compact(_index_topk, {2: "fp4"}, dim=32),
+    "index_topk: compact fp8": _compact(_index_topk, {2: "fp8"}, dim=32),
     "index_topk: more than blocks": _index_topk_all,
     "kv_rope": _kv_rope,
     "kv_write": _kv_write,
+    "kv_write: compact": _compact(_kv_write, {3: "fp8 rows"}, dim=72),
     "linear_fp32": _linear_fp32,
     "linear_fp32: 3-d": _with_two_batch_dimensions(_linear_fp32),
     "linear_fp8_block": _linear_fp8_block,
@@ -438,6 +478,7 @@ ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
     "moe_nvfp4: shared last": _moe_nvfp4_shared_last,
     "moe_nvfp4_w4a4": _moe_nvfp4,
     "project": _project,
+    "project: NVFP4": _project_nvfp4,
     "q_rope": _q_rope,
     "quantize_nvfp4": _quantize_nvfp4,
     "quantize_nvfp4: 3-d": _with_two_batch_dimensions(_quantize_nvfp4),

@@ -6,7 +6,8 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from dsv4 import ops
-from tests.ops.advance_layer import EPS, KINDS, SMALL, Layer, decode_batches
+from dsv4.ops.row_formats import rows_of
+from tests.ops.advance_layer import COMPACT, COMPACT_KINDS, EPS, KINDS, SMALL, Layer, decode_batches
 from tests.ops.cases import assert_near, assert_same_bits, inert_batch, make_batch, random_steps
 from tests.ops.oracles import CSA, HCA, RATES, SLIDING, hf, inv_freq, randomise, tiny_config
 
@@ -25,6 +26,55 @@ def test_is_the_ops_it_stands_for(kind, dtype, write, draw):
         results, expected = layer.advance(batch, write), other.separately(batch, write)
         for actual, wanted in zip((*results, *layer.state()), (*expected, *other.state()), strict=True):
             assert_same_bits(actual, wanted)
+
+
+@pytest.mark.parametrize("write", (True, False))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "kv", "index"), COMPACT_KINDS)
+def test_compact_formats(kind, kv, index, dtype, write, draw):
+    """A layer with compact rows or keys against a plain one: results and states are the plain ones quantised, byte by
+    byte, keys and index queries rotated before."""
+    lengths = (29, 7, 14)
+    plain = Layer(draw, kind, lengths, dtype, COMPACT)
+    layer = plain.stored_as(kv, index)
+    for batch in decode_batches(lengths) if write else random_steps(draw, lengths, (1, 2, 3, 5, 13)):
+        results, expected = layer.advance(batch, write), plain.results_as(plain.advance(batch, write), kv, index)
+        for actual, wanted in zip(results, expected, strict=True):
+            assert_same_bits(actual[batch.slots >= 0], wanted[batch.slots >= 0])
+        for actual, wanted in zip(layer.state(), plain.stored_as(kv, index).state(), strict=True):
+            assert_same_bits(actual, wanted)
+
+
+def attended(layer, batch, write, sinks):
+    """One step of attention on a layer's state: what the model does with it."""
+    at = batch.positions, batch.slots
+    q, kv, *index = layer.advance(batch, write)
+    indices = ops.index_topk(*index, layer.index[-1], *at, layer.rate, 5) if index else None
+    entries = layer.main[-1] if layer.main else None
+    out = ops.attend(q, kv, layer.ring, entries, indices, sinks, layer.inv_freq, *at, max(layer.rate, 1))
+    if not write:
+        ops.kv_write(kv, *at, layer.ring)
+    return out
+
+
+@pytest.mark.parametrize(("kind", "kv", "index"), COMPACT_KINDS)
+def test_compact_chunks_give_what_single_tokens_give(kind, kv, index, draw):
+    """Through attention, at every residue of both rates and of the window. Two sums may differ in their last bits, and then
+    a rounding to the few values of a code may fall to either side: in no more than a few rows."""
+    lengths = (261, 131, 5)
+    plain = Layer(draw, kind, lengths, sizes=COMPACT._replace(window=128, hca_rate=128))
+    sinks = draw.normal(COMPACT.heads)
+    single, chunked = (plain.stored_as(kv, index) for _ in range(2))
+    expected, actual = ([torch.full((n, COMPACT.heads, COMPACT.dim), torch.nan) for n in lengths] for _ in range(2))
+    for batch in decode_batches(lengths):
+        batch.scatter(attended(single, batch, True, sinks), expected)
+    for batch in random_steps(draw, lengths):
+        batch.scatter(attended(chunked, batch, False, sinks), actual)
+    wrong = [((a - b).abs() > 1e-4).any(-1).any(-1) for a, b in zip(actual, expected, strict=True)]
+    assert torch.cat(wrong).float().mean() <= 0.02
+    # A chunk's rows are quantised once more when they are written, which may change their bytes and no value.
+    rings = [rows_of(x.ring, COMPACT.dim, COMPACT.rope, torch.float32) for x in (single, chunked)]
+    assert (rings[0] != rings[1]).float().mean() <= 0.01
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,13 +26,19 @@ def variants():
     for dim, lanes in ((512, 32), (128, 16), (64, 8)):
         found["rope.cu", (f"D={dim}", f"ROPE={min(64, dim)}", f"LANES={lanes}")] = 48
         found["rope.cu", (f"VECTORS={dim // 8}",)] = 32
-    for dim, overlap, rate in ((512, 1, 4), (512, 0, 128), (128, 1, 4), (64, 0, 128)):
-        sizes = f"DIM={dim}", f"OVERLAP={overlap}", f"RATE={rate}", "ROPE=64", f"PARTS={parts_of(dim, overlap)}"
-        found["compress.cu", (*sizes, f"THREADS={THREADS}")] = 128
+    found["rope.cu", ("VECTORS=64", "ROPE=64")] = 48
+    rows, keys = ("PLAIN", "FP8_ROWS"), ("PLAIN", "FP8_KEYS", "FP4_KEYS")
+    for dim, overlap, rate, formats in ((512, 1, 4, rows), (512, 0, 128, rows), (128, 1, 4, keys), (64, 0, 128, rows[:1])):
+        for form in formats:
+            sizes = f"DIM={dim}", f"OVERLAP={overlap}", f"RATE={rate}", "ROPE=64"
+            parts = parts_of(dim, overlap, form != "PLAIN")
+            found["compress.cu", (*sizes, f"PARTS={parts}", f"THREADS={THREADS}", f"FORMAT={form}")] = 128
     for rate, overlap, index_dim in ((0, 0, 0), (4, 1, 128), (128, 0, 0)):
-        parts = parts_of(512, overlap) if rate else 1
-        sizes = "DIM=512", "ROPE=64", f"THREADS={THREADS}", f"RATE={rate}", f"OVERLAP={overlap}", f"PARTS={parts}"
-        found["advance.cu", (*sizes, f"INDEX_DIM={index_dim}")] = 128
+        for row in rows:
+            parts = parts_of(512, overlap, row != "PLAIN") if rate else 1
+            sizes = "DIM=512", "ROPE=64", f"THREADS={THREADS}", f"RATE={rate}", f"OVERLAP={overlap}", f"PARTS={parts}"
+            for key in keys if index_dim else keys[:1]:
+                found["advance.cu", (*sizes, f"INDEX_DIM={index_dim}", f"KV={row}", f"KEYS={key}")] = 128
     for vocab in (129_280, 1000, 8192, 262_144):
         found["advance_state.cu", (f"V={vocab}", "STOPS=16", "QUADS=4")] = 40
         for rows in (1, 32):

@@ -4,14 +4,15 @@
 // in compress.cu. All latency.
 // Measured on an H200, in a CUDA graph, one launch after another (behind a kernel that sweeps the L2: 1 us more), 1 and 32
 // tokens: within a block CSA 1.7 and 4.2 us, HCA 1.4 and 5.9, window 1.4 and 2.7; at a block's end CSA 4.1 and 5.5, HCA 6.7
-// and 18.9 (all tokens at once).
+// and 18.9 (all tokens at once). Compact formats add up to 0.2 us, at 32 tokens with an indexer 0.4.
 //
 // Blocks by role, none needs another: for each token PARTS blocks advance the compressor (and one the indexer's); then come
 // rows of channels, LANES lanes a row: keys, queries, the indexer's queries. Before the wait for the previous kernel they
 // read positions and slots, which nothing that may still be running writes, compute the angles, and have brought to the L2
 // what they will read of the rings.
 //
-// Defines: DIM, ROPE, THREADS; RATE (0: no compressor), OVERLAP, PARTS; INDEX_DIM (0: no indexer).
+// Defines: DIM, ROPE, THREADS; RATE (0: no compressor), OVERLAP, PARTS; INDEX_DIM (0: no indexer); KV, the Format of ring
+// and entries; KEYS, that of the index keys.
 #include "compress.cuh"
 #include "hopper.cuh"
 #include "rope.cuh"
@@ -28,7 +29,7 @@ advance(const uint4* q_all, const uint4* y, const float* z, const float* __restr
   let_next_kernel_start();
   int block = blockIdx.x;
 #if RATE
-  typedef Compressor<DIM, OVERLAP, RATE, ROPE, PARTS, THREADS> Main;
+  typedef Compressor<DIM, OVERLAP, RATE, ROPE, PARTS, THREADS, KV> Main;
   __shared__ __align__(16) typename Main::Shared shared;
   if (PARTS > 1) cluster_arrive();
   if (block < tokens * PARTS) {
@@ -39,7 +40,7 @@ advance(const uint4* q_all, const uint4* y, const float* z, const float* __restr
   block -= tokens * PARTS;
 #endif
 #if INDEX_DIM
-  typedef Compressor<INDEX_DIM, OVERLAP, RATE, ROPE, 1, THREADS> Index;
+  typedef Compressor<INDEX_DIM, OVERLAP, RATE, ROPE, 1, THREADS, KEYS> Index;
   __shared__ __align__(16) typename Index::Shared index_shared;
   const float* const index_z = z + 2 * Main::WIDTH;
   if (block < tokens) {
@@ -56,16 +57,16 @@ advance(const uint4* q_all, const uint4* y, const float* z, const float* __restr
   Row<DIM, ROPE, LANES> row;
   if (block < (tokens + ROWS - 1) / ROWS) {
     const int at = block * ROWS + threadIdx.x / LANES;
-    const i64 token = min(at, tokens - 1), slot = slots[token], position = positions[token];
+    const i64 token = min(at, tokens - 1), slot = slots[token], position = positions[token], index = position % window;
     row.prepare(position, inv_freq);
     wait_for_previous_kernel();
     row.load(y + token * y_pitch + y_first);
     row.normalise(eps);
     row.multiply(kv_norm);
     row.turn();
-    if (at >= tokens) return;
-    row.store(kv + token * (DIM / 8));
-    if (write && slot >= 0) row.store(ring + (slot * window + position % window) * (DIM / 8));
+    const bool keep = write && slot >= 0 && at < tokens;
+    row.put<KV>(ring, slot, window, index, keep);
+    if (at < tokens) row.store(kv + token * (DIM / 8));
     return;
   }
   block -= (tokens + ROWS - 1) / ROWS;
@@ -92,6 +93,7 @@ advance(const uint4* q_all, const uint4* y, const float* z, const float* __restr
     index_row.load(q_all + token * q_pitch + heads * (DIM / 8) + head * (INDEX_DIM / 8));
     const float weight = index_z[token * z_pitch + 2 * Index::WIDTH + head];
     index_row.turn();
+    index_row.make_query<KEYS>();
     if (at != from) return;
     index_row.store(index_q + static_cast<i64>(from) * (INDEX_DIM / 8));
     if (threadIdx.x % INDEX_LANES == 0) index_weights[from] = weight * index_scale;

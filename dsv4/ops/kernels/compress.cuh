@@ -8,19 +8,20 @@
 // running maximum, combined in a fixed order: an entry has the same bits however its tokens came.
 #ifndef DSV4_COMPRESS
 #define DSV4_COMPRESS
-#include "common.cuh"
+#include "row_formats.cuh"
 
 DEVICE constexpr int least(int a, int b) { return a < b ? a : b; }
 DEVICE constexpr int power_of_two_up_to(int x) { return x < 2 ? 1 : 2 * power_of_two_up_to(x / 2); }
 
-// Parts > 1: every block calls cluster_arrive before anything else.
-template <int Dim, bool Overlap, int Rate, int Turned, int Parts, int Threads>
+// Parts > 1: every block calls cluster_arrive before anything else. Kind: the Format of the entries.
+template <int Dim, bool Overlap, int Rate, int Turned, int Parts, int Threads, int Kind>
 struct Compressor {
   static constexpr int WIDTH = Overlap ? 2 * Dim : Dim, DEPTH = Overlap ? 2 * Rate : Rate;
   static constexpr int SLICE = Dim / Parts, QUADS = SLICE / 4, GROUPS = least(DEPTH, Threads / QUADS);
   static constexpr int PAIRS = SLICE / 2, LANES = power_of_two_up_to(least(least(32, GROUPS), Threads / PAIRS));
   static constexpr int BATCH = least(4, (DEPTH + GROUPS - 1) / GROUPS);  // rows that a thread loads at once
   static constexpr int HALVES = WIDTH / Dim, COLUMNS = HALVES * QUADS;  // of a block, in vectors of four
+  static_assert(Kind == PLAIN || Parts == 1 || SLICE % 64 == 0, "");  // a group lies in one block
   static_assert(Dim % (4 * Parts) == 0 && Turned % 2 == 0 && Turned <= Dim && Threads % 32 == 0 && PAIRS <= Threads, "");
 
   struct Shared {
@@ -144,10 +145,22 @@ struct Compressor {
     }
     const float scale = rsqrtf(block_total(square) * (1.f / Dim) + eps);
     ++pooled;
-    if (!mine || lane) return;
     even *= scale * weight.x, odd *= scale * weight.y;
-    const i64 entry = slot * capacity + (block < capacity ? block : capacity - 1);
-    entries[(entry * Dim + channel) / 2] = pack_bf16(even * turn.x - odd * turn.y, even * turn.y + odd * turn.x);
+    const u32 two = pack_bf16(even * turn.x - odd * turn.y, even * turn.y + odd * turn.x);
+    const i64 index = block < capacity ? block : capacity - 1;
+    if constexpr (Kind == PLAIN) {
+      if (mine && lane == 0) entries[((slot * capacity + index) * Dim + channel) / 2] = two;
+    } else {
+      u32* const row = reinterpret_cast<u32*>(shared.values);  // whose last reader has passed block_total
+      if (mine && lane == 0) row[pair] = two;
+      __syncthreads();
+      constexpr int CHUNKS = SLICE / 8;
+      const int chunk = threadIdx.x;
+      if (chunk >= (CHUNKS + 31) / 32 * 32) return;
+      float eight[8];
+      unpack8(chunk < CHUNKS ? reinterpret_cast<const uint4*>(row)[chunk] : make_uint4(0, 0, 0, 0), eight);
+      CompactRow<Dim, Turned, Kind>(entries, slot, capacity, index).store(eight, part * CHUNKS + chunk, chunk < CHUNKS);
+    }
   }
 
   // One row of a ring, to be there when it is needed; with `single`, what the token's own entry needs of the rings.

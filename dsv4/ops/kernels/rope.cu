@@ -5,7 +5,7 @@
 // kv_rope 2.4 and 2.6, kv_write 1.4 and 1.5; q_rope at 2048 tokens 70 us, 3.8 TB/s.
 //
 // rope_rows: LANES lanes a row, so that small heads share a warp. Defines: D (a multiple of 8), ROPE (even), LANES; for
-// kv_write: VECTORS, 16-byte vectors a row.
+// kv_write: VECTORS, 16-byte vectors a row of kv, and if the rings are compact ROPE.
 #include "rope.cuh"
 
 #ifdef D
@@ -27,7 +27,7 @@ KERNEL rope_rows(const uint4* x, const float* __restrict__ weight, const float* 
 
 #else
 
-// One warp a token: ring [S, window, VECTORS] <- kv [T, VECTORS], unless a later token of the batch takes the same row.
+// One warp a token: ring [S, window, VECTORS] or compact <- kv [T, VECTORS], unless a later token takes the same row.
 KERNEL kv_write(const uint4* __restrict__ kv, const i64* __restrict__ positions, const i64* __restrict__ slots,
                 uint4* __restrict__ ring, int tokens, int window) {
   const int token = (blockIdx.x * blockDim.x + threadIdx.x) >> 5, lane = threadIdx.x & 31;
@@ -37,8 +37,14 @@ KERNEL kv_write(const uint4* __restrict__ kv, const i64* __restrict__ positions,
   if (slot < 0) return;
   const int later = token + window;
   if (later < tokens && slots[later] == slot && positions[later] == position + window) return;
+#ifdef ROPE
+  Row<8 * VECTORS, ROPE, 32> data;
+  data.load(kv + static_cast<i64>(token) * VECTORS);
+  data.put<FP8_ROWS>(ring, slot, window, position % window, true);
+#else
   uint4* row = ring + (slot * window + position % window) * VECTORS;
   for (int v = lane; v < VECTORS; v += 32) row[v] = kv[static_cast<i64>(token) * VECTORS + v];
+#endif
 }
 
 #endif

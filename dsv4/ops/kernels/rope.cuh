@@ -1,7 +1,7 @@
 // Rows of channels that get an RMSNorm and whose last channels turn, held by a few lanes: for rope.cu and advance.cu.
 #ifndef DSV4_ROPE
 #define DSV4_ROPE
-#include "common.cuh"
+#include "row_formats.cuh"
 
 // A row of Width bf16 channels (a multiple of 8) in Lanes neighbouring lanes, of which the last Turned turn.
 template <int Width, int Turned, int Lanes>
@@ -68,6 +68,35 @@ struct Row {
       }
     }
   }
+
+  // Row `index` of `slot` in a buffer [S, rows, ..] of Format Kind, written with `keep`; the row becomes what is stored. All
+  // lanes of the warp.
+  template <int Kind>
+  DEVICE void put(uint4* buffer, i64 slot, i64 rows, i64 index, bool keep) {
+    if constexpr (Kind == PLAIN) {
+      if (keep) store(buffer + (slot * rows + index) * CHUNKS);
+    } else {
+      const CompactRow<Width, Turned, Kind> row(buffer, slot, rows, index);
+#pragma unroll
+      for (int p = 0; p < PER_LANE; ++p) {
+        round(p);
+        row.store(value[p], vector(p), keep);
+      }
+    }
+  }
+
+  // What becomes of an index query that meets keys of Format Keys. All lanes of the warp.
+  template <int Keys>
+  DEVICE void make_query() {
+    if constexpr (Keys != PLAIN) {
+      static_assert(Lanes * 8 == Width, "");
+      round(0);
+      hadamard<Lanes>(value[0]);
+      if (Keys == FP4_KEYS) to_e2m1(value[0], exponent_for_6(largest_of<4>(value[0], E2M1_FLOOR)));
+    }
+  }
+
+  DEVICE void round(int p) { unpack8(pack8(value[p]), value[p]); }
 
   DEVICE void store(uint4* row) const {
 #pragma unroll
