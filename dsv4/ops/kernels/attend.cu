@@ -1,32 +1,38 @@
-// attend: one query token's heads over window rows and compressed entries, read in place (see ../attend.py).
+// attend: one query token's heads over window rows and compressed entries, read in place (see ../attend.py). attend_heads.cu does
+// it for several tokens or many keys on sm_90a.
 //
-// Bytes a token: N keys x DIM x 2 once from memory (640 keys x 1 KB = 0.66 MB: 0.15 us at 4.25 TB/s; 8192: 8.4 MB, 2 us),
-// q and out 64 KB each at 64 heads. At one token everything is latency: launch, picks, rows, two products, exchange.
+// Bytes a token: N keys of DIM x 2, or 584 compact, once from memory (640 keys: 0.66 MB, 0.15 us at 4.25 TB/s), q and out 64 KB
+// each at 64 heads. At one token everything is latency: launch, picks, rows, two products, exchange.
 //
-// A cluster of CLUSTER CTAs has one token and HB heads. Its keys (the window, newest first, then the entries) go to the CTAs
-// in turn: key j to CTA j % CLUSTER. In a CTA four warps fetch tiles of KT key rows, 16 rows a barrier; the others multiply.
-// Keys are the 16 rows of a tensor-core tile and heads its 8 columns, so a CTA can have as few as 8 heads. Every warp owns a
-// slice of DIM, for both products: logits are summed over slices in shared memory, and of the output a warp holds its own
-// channels, which it sends at the end to the CTA that adds them up, in rank order.
+// A cluster of CLUSTER CTAs has one token and HB heads; of CLUSTERS clusters as many take part as have MANY keys a CTA. Key j
+// (the window, newest first, then the entries) goes to CTA j % n of n. In a CTA some warps fetch tiles of KT key rows, 16 rows a
+// barrier; the others multiply. Keys are the 16 rows of a tensor-core tile and heads its 8 columns, so a CTA can have as few as 8
+// heads. Every warp owns a slice of DIM, for both products: logits are summed over slices in shared memory, and of the output a
+// warp holds its own channels, which it sends at the end to the CTA that adds them up, in rank order; of several clusters the
+// last one to come there adds up all, in their order.
 //
-// What the step does not write while this kernel may already be running (positions, slots) is read before the wait for the
-// previous kernel, and rows that will be needed are brought to the L2.
+// What the step does not write while this kernel may already be running is read before the wait for the previous kernel:
+// positions, slots, and rows of earlier steps, whose writers ended long before.
 //
-// Measured on an H200, in a CUDA graph, one launch after another, rows cold: 64 heads and 640 keys 6.3 us (8 tokens 15.4, 32
-// tokens 25.9), 160 keys 4.4, 8320 keys 34.8. Rows that lie in the L2 already save 0.1 us: one SM takes in at most 25 to 30
-// bytes a clock, by cp.async, bulk copies and plain loads alike, so 80 rows are about 2 us of the 6.3.
-#include "hopper.cuh"
+// Measured on an H200, in a CUDA graph, one launch after another, rows cold, 64 heads, plain / compact rows:
+//   1 token: 160 keys 4.0 / 5.1 us, 640 keys 5.8 / 7.6, 1152 keys 8.0 / 12.5; 2 tokens, 640 keys 7.6 / 8.8; 4 tokens 11.1 / 13.9;
+//   8 tokens, 160 keys 6.5 / 7.7
+// One SM takes in 25 to 30 bytes a clock, by cp.async, bulk copies and plain loads alike; about a quarter of a launch is that,
+// the rest are some twenty waits for one another. Widening compact rows takes longer than their fewer bytes save.
+#include "attend_keys.cuh"
 
-// Given: DIM, NH (tiles of 8 heads), WD (warps over DIM), KT (keys a tile), STAGES, CLUSTER, SHARED.
-constexpr int CONSUMERS = 32 * WD, FETCHERS = 128, HB = 8 * NH;
+// Given: DIM, CODED (of compact rows), NH (tiles of 8 heads), WD (warps over DIM), KT (keys a tile), STAGES, CLUSTER, CLUSTERS,
+// FETCHING_WARPS, SHARED.
+constexpr int CONSUMERS = 32 * WD, HB = 8 * NH;
 constexpr int SLICE = DIM / WD, DT = SLICE / 16;       // channels of a warp, in tiles of 16
 constexpr int TILES = DIM / 16, PER = (TILES + CLUSTER - 1) / CLUSTER;  // tiles of 16 channels that a CTA sums up
-constexpr int SUBS = KT / 16;                          // barriers of a tile
-constexpr int ROW = DIM * 2 + 16;                      // bytes of a row in shared memory: eight rows fall into different banks
+constexpr int ROW = DIM * 2 + 16;  // bytes of a row in shared memory: eight rows fall into different banks; then its scales
 constexpr int PART = KT + 4, PROB = KT + 8;            // likewise
 constexpr int HEADS_PER_WARP = (HB + WD - 1) / WD, PAIRS_PER_LANE = (KT + 63) / 64;
+constexpr bool WHOLE = STAGES == 1 && KT <= 32;        // small tiles are taken as if full: loops of a known length
 constexpr int CHAINS = NH == 1 ? 2 : 1;                // independent sums, to hide the latency of mma
 constexpr int NEAR_ROWS = 16384;                       // rows that are brought to the L2 ahead of time, for all tokens
+constexpr int MANY = 160, COUNTERS = CLUSTERS > 1 ? 1024 : 1;
 constexpr float LOG2E = 1.4426950408889634f;
 
 DEVICE constexpr int max2(int a, int b) { return a > b ? a : b; }
@@ -39,22 +45,61 @@ constexpr int AT_CORR = AT_SINK + HB * 4;
 constexpr int AT_BIAS = AT_CORR + HB * 4;              // of each key: 0, or -inf for none
 constexpr int AT_BARRIER = AT_BIAS + STAGES * KT * 4;
 static_assert(AT_BARRIER + 8 * (1 + 2 * STAGES * SUBS) <= SHARED, "SHARED is too small");
-static_assert(DIM % (16 * WD) == 0 && KT % 16 == 0 && KT <= 128, "tile shape");
+static_assert(DIM % (16 * WD) == 0, "tile shape");
+
+struct Layout {
+  static DEVICE u32 piece(int row, int piece) { return row * ROW + piece * 16; }
+  static DEVICE u32 scales(int row) { return row * ROW + DIM * 2; }
+  static DEVICE int subs(int rows) { return WHOLE ? SUBS : (min(KT, rows) + 15) / 16; }
+};
+
+// The sum of `count` parts of two heads, `stride` apart: values of the first head (x, z) and the second (y, w). A part's statistics
+// are maximum and sum of weights of the first head, then of the second, in units of log2; so are `all`, `bottom` included.
+template <int Parts>
+DEVICE float4 add_parts(const float4* parts, int stride, const float4* stats, int stats_stride, int count, float2 bottom, float4* all) {
+  float4 part[Parts];
+  float2 top = bottom;
+#pragma unroll
+  for (int c = 0; c < Parts; ++c) {
+    part[c] = c < count ? stats[c * stats_stride] : make_float4(NEG_INF, 0.f, NEG_INF, 0.f);
+    top.x = fmaxf(top.x, part[c].x), top.y = fmaxf(top.y, part[c].z);
+  }
+  const float2 zero = make_float2(top.x == NEG_INF ? 0.f : top.x, top.y == NEG_INF ? 0.f : top.y);
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  *all = make_float4(top.x, fast_exp2(bottom.x - zero.x), top.y, fast_exp2(bottom.y - zero.y));
+#pragma unroll
+  for (int c = 0; c < Parts; ++c)
+    if (c < count) {
+      const float4 values = parts[c * stride];
+      const float first = fast_exp2(part[c].x - zero.x), second = fast_exp2(part[c].z - zero.y);
+      all->y += first * part[c].y, all->w += second * part[c].w;
+      sum.x += first * values.x, sum.y += second * values.y, sum.z += first * values.z, sum.w += second * values.w;
+    }
+  return sum;
+}
+
+__device__ u32 arrivals[COUNTERS];  // of clusters, for each CTA of a cluster
 
 KERNEL __launch_bounds__(CONSUMERS + FETCHERS, 1)
-attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, const int* indices, const float* __restrict__ sinks,
+attend(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, const int* indices, const float* __restrict__ sinks,
        const float* __restrict__ inv_freq, const i64* __restrict__ positions, const i64* __restrict__ slots, bf16* out, int tokens,
-       int heads, int window, int blocks, int picks, int rate, int pairs, float scale) {
+       int heads, int window, int blocks, int picks, int rate, int pairs, float scale, int least, int most,
+       float* left_over) {
   extern __shared__ __align__(128) unsigned char memory[];
   let_next_kernel_start();
   const u32 base = shared_address(memory);
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
   const u32 rank = cluster_rank();
-  const int groups = (heads + HB - 1) / HB, work = blockIdx.x / CLUSTER, group = work % groups;
-  const i64 token = work / groups, slot = slots[token];
-  const int position = (int)positions[token], head0 = group * HB, active = min(HB, heads - head0);
-  if (slot < 0) {
+  const int cluster = blockIdx.x / CLUSTER % CLUSTERS;
+  const int groups = (heads + HB - 1) / HB, work = blockIdx.x / (CLUSTER * CLUSTERS), group = work % groups;
+  const i64 token = work / groups;
+  const int head0 = group * HB, active = min(HB, heads - head0);
+  Keys keys(kv, ring, entries, indices, positions, slots, window, blocks, picks, rate, token);
+  const int used = max(1, min(CLUSTERS, (keys.total + CLUSTER * MANY - 1) / (CLUSTER * MANY)));  // clusters that have keys
+  keys.divide(cluster * CLUSTER + rank, used * CLUSTER);
+  if (keys.slot < 0 || keys.total < least || keys.total > most || cluster >= used) {
     wait_for_previous_kernel();
+    if (keys.slot >= 0 || least > 0 || cluster > 0) return;
     u32* rows = reinterpret_cast<u32*>(out + (token * heads + head0) * DIM);
     for (int i = rank * blockDim.x + tid; i < active * DIM / 2; i += CLUSTER * blockDim.x) rows[i] = 0;
     return;
@@ -67,73 +112,26 @@ attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, con
   const int own_tiles = max(0, min(PER, TILES - (int)rank * PER));
   if (tid == 0) {
     barrier_init(arrived, 1);
-    for (int s = 0; s < STAGES * SUBS; ++s) barrier_init(full(s), FETCHERS + FETCHERS / 32), barrier_init(empty(s), WD);
+    for (int s = 0; s < STAGES * SUBS; ++s) barrier_init(full(s), FULL_ARRIVALS), barrier_init(empty(s), WD);
     barrier_init_done();
     barrier_arrive_expecting(arrived, CLUSTER * (own_tiles * NH * 512 + HB * 8));
   }
   __syncthreads();
 
-  const int visible = entries ? min((position + 1) / rate, blocks) : 0;
-  const int total = window + (indices ? picks : visible);
-  const int mine = total > (int)rank ? (total - (int)rank + CLUSTER - 1) / CLUSTER : 0, tiles = (mine + KT - 1) / KT;
+  const int mine = keys.mine, tiles = (mine + KT - 1) / KT;
   float m[HEADS_PER_WARP], l[HEADS_PER_WARP];  // of heads warp, warp + WD, ..., in units of log2; l is this lane's share
   float o[DT][NH][4] = {};
 #pragma unroll
   for (int i = 0; i < HEADS_PER_WARP; ++i) m[i] = NEG_INF, l[i] = 0.f;
 
   if (warp >= WD) {  // --- the fetching warps ---
-    const int fetcher = warp - WD;
-    // The row of key j: null if there is none. `entry` is its pick, if it comes from the list.
-    auto row_of = [&](int j, int entry) -> const bf16* {
-      if (j >= window) return entry >= 0 && entry < visible ? entries + (slot * blocks + entry) * DIM : nullptr;
-      if (j > position) return nullptr;
-      const i64 row = token - j;
-      if (row >= 0 && slots[row] == slot && positions[row] == position - j) return kv + row * DIM;
-      return ring + (slot * window + (position - j) % window) * DIM;
-    };
-    // The head groups share this out among them.
-    const int near = min(indices ? min(window, total) : total, NEAR_ROWS / tokens);
-    for (int i = (tid - CONSUMERS) * groups + group; i * CLUSTER + (int)rank < near; i += FETCHERS * groups) {
-      const int j = i * CLUSTER + rank;
-      const bf16* row = row_of(j, j - window);
-      if (row) prefetch_to_l2(row, DIM * 2);
-    }
-    // Of 16 rows a fetching warp has four; a lane knows the address of one row of one of up to eight times 16.
-    const int own = (lane >> 2) * 16 + fetcher * 4 + (lane & 3);
-    auto pick = [&](int tile) {
-      const int j = (tile * KT + own) * CLUSTER + rank;
-      if (own >= KT || j >= total || j < window) return -1;
-      return indices ? indices[token * picks + j - window] : j - window;
-    };
-    wait_for_previous_kernel();
-    int entry = pick(0);
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int i = tile * KT + own, stage = tile % STAGES, subs = (min(KT, mine - tile * KT) + 15) / 16;
-      const bf16* from = own < KT && i < mine ? row_of(i * CLUSTER + rank, entry) : nullptr;
-      entry = pick(tile + 1);
-      for (int s = 0; s < subs; ++s) {
-        const int sub = stage * SUBS + s;
-        if (tile >= STAGES) barrier_wait(empty(sub), (tile / STAGES - 1) & 1);
-        if (lane >> 2 == s) bias[stage * KT + own] = from ? 0.f : NEG_INF;
-        __syncwarp();
-        if (lane == 0) barrier_arrive(full(sub));
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const u64 row = __shfl_sync(~0u, reinterpret_cast<u64>(from), s * 4 + r);
-          const unsigned char* source = reinterpret_cast<const unsigned char*>(row ? row : reinterpret_cast<u64>(kv));
-          const u32 to = base + (stage * KT + s * 16 + fetcher * 4 + r) * ROW;
-#pragma unroll
-          for (int c = lane; c < DIM / 8; c += 32) copy_16(to + c * 16, source + c * 16, row ? 16 : 0);  // or 16 zeros
-        }
-        barrier_arrive_after_copies(full(sub));
-      }
-    }
-    __syncwarp();
+    Fetch<Layout> fetch{keys, memory, bias, full(0), empty(0), tiles};
+    fetch.run(group, groups, NEAR_ROWS / tokens);
     cluster_arrive();
   } else {  // --- the multiplying warps ---
     for (int i = tid; i < pairs; i += CONSUMERS) {
       float2* turn = reinterpret_cast<float2*>(memory + AT_TURN) + i;
-      rope_cos_sin(position, inv_freq[i], &turn->x, &turn->y);
+      rope_cos_sin(keys.position, inv_freq[i], &turn->x, &turn->y);
     }
     for (int h = tid; h < active; h += CONSUMERS) reinterpret_cast<float*>(memory + AT_SINK)[h] = sinks[head0 + h] * LOG2E;
     wait_for_previous_kernel();
@@ -149,20 +147,20 @@ attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, con
     }
 
     for (int tile = 0; tile < tiles; ++tile) {
-      const int stage = tile % STAGES, count = (min(KT, mine - tile * KT) + 15) / 16 * 16;
+      const int stage = tile % STAGES, count = WHOLE ? KT : (min(KT, mine - tile * KT) + 15) / 16 * 16;
       const u32 rows = base + stage * KT * ROW + warp * SLICE * 2;
       float* part = reinterpret_cast<float*>(memory + AT_PART) + (warp * HB + 2 * t) * PART + g;
       for (int key = 0; key < count; key += 16, part += 16) {  // logits of this slice
         barrier_wait(full(stage * SUBS + key / 16), (tile / STAGES) & 1);
         const u32 at = rows + (key + (lane & 15)) * ROW + (lane >> 4) * 16;
         float acc[CHAINS][NH][4] = {};
+        u32 a[DT][4];
 #pragma unroll
-        for (int k = 0; k < DT; ++k) {
-          u32 a[4];
-          load_matrices(a, at + k * 32);
+        for (int k = 0; k < DT; ++k) load_matrices(a[k], at + k * 32);
 #pragma unroll
-          for (int n = 0; n < NH; ++n) mma_bf16(acc[k % CHAINS][n], a, query[n][k][0], query[n][k][1]);
-        }
+        for (int k = 0; k < DT; ++k)
+#pragma unroll
+          for (int n = 0; n < NH; ++n) mma_bf16(acc[k % CHAINS][n], a[k], query[n][k][0], query[n][k][1]);
 #pragma unroll
         for (int n = 0; n < NH; ++n)
 #pragma unroll
@@ -198,13 +196,13 @@ attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, con
           top = fmaxf(top, fmaxf(x[u].x, x[u].y));
         }
         top = warp_max(top);
-        const float zero = top == NEG_INF ? 0.f : top, corr = exp2f(m[i] - zero);
+        const float zero = top == NEG_INF ? 0.f : top, corr = fast_exp2(m[i] - zero);
         m[i] = top;
         l[i] *= corr;
 #pragma unroll
         for (int u = 0; u < PAIRS_PER_LANE; ++u) {
           const int key = (u * 32 + lane) * 2;
-          const u32 p = pack_bf16(exp2f(x[u].x - zero), exp2f(x[u].y - zero));
+          const u32 p = pack_bf16(fast_exp2(x[u].x - zero), fast_exp2(x[u].y - zero));
           l[i] += bf16_low(p) + bf16_high(p);
           if (key < count) reinterpret_cast<u32*>(memory + AT_PROB + head * PROB * 2)[u * 32 + lane] = p;
         }
@@ -221,7 +219,7 @@ attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, con
         }
       }
       for (int key = 0; key < count; key += 16) {
-        u32 p[NH][2];
+        u32 p[NH][2], a[DT][4];
 #pragma unroll
         for (int n = 0; n < NH; ++n) {
           const u32* row = reinterpret_cast<const u32*>(memory + AT_PROB + (n * 8 + g) * PROB * 2) + key / 2 + t;
@@ -229,14 +227,20 @@ attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, con
         }
         const u32 at = rows + (key + (lane & 7) + (lane >> 4) * 8) * ROW + ((lane >> 3) & 1) * 16;
 #pragma unroll
-        for (int d = 0; d < DT; ++d) {
-          u32 a[4];
-          load_matrices_transposed(a, at + d * 32);
+        for (int d = 0; d < DT; ++d) load_matrices_transposed(a[d], at + d * 32);
 #pragma unroll
-          for (int n = 0; n < NH; ++n) mma_bf16(o[d][n], a, p[n][0], p[n][1]);
+        for (int d = 0; d < DT; ++d)
+#pragma unroll
+          for (int n = 0; n < NH; ++n) mma_bf16(o[d][n], a[d], p[n][0], p[n][1]);
+        if (!WHOLE) {
+          __syncwarp();
+          if (lane == 0) barrier_arrive(empty(stage * SUBS + key / 16));
         }
+      }
+      if (WHOLE && tile < tiles - 1) {
         __syncwarp();
-        if (lane == 0) barrier_arrive(empty(stage * SUBS + key / 16));
+        if (lane == 0)
+          for (int s = 0; s < SUBS; ++s) barrier_arrive(empty(s));
       }
     }
     if (tiles == 0) cluster_arrive();
@@ -263,32 +267,16 @@ attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, con
                          peer_address(arrived, lane));
     }
   }
-  barrier_wait_cluster(arrived, 0);
-  for (int f = warp; f < own_tiles * NH; f += WD + FETCHERS / 32) {
+  // Channel g of heads 2t and 2t + 1, and channel g + 8, over the sum of weights. Lanes of neighbouring channels swap one head
+  // for the other.
+  auto store_sum = [&](int f, float4 sums, float4 all) {
     const int n = f % NH, head = n * 8 + 2 * t;
-    const float2 sink = *reinterpret_cast<const float2*>(memory + AT_SINK + head * 4);
-    float2 stats[CLUSTER][2], top = sink;
-#pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-      const float4 both = *reinterpret_cast<const float4*>(memory + AT_STATS + (r * HB + head) * 8);
-      stats[r][0] = make_float2(both.x, both.y), stats[r][1] = make_float2(both.z, both.w);
-      top.x = fmaxf(top.x, both.x), top.y = fmaxf(top.y, both.z);
-    }
-    float2 total_weight = make_float2(exp2f(sink.x - top.x), exp2f(sink.y - top.y));
-    float sum[4] = {};
-#pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-      const float4 part = *reinterpret_cast<const float4*>(memory + AT_PART + (r * PER * NH + f) * 512 + lane * 16);
-      const float first = exp2f(stats[r][0].x - top.x), second = exp2f(stats[r][1].x - top.y);
-      total_weight.x += first * stats[r][0].y, total_weight.y += second * stats[r][1].y;
-      sum[0] += first * part.x, sum[1] += second * part.y, sum[2] += first * part.z, sum[3] += second * part.w;
-    }
-    // Channel g of heads 2t and 2t + 1, and channel g + 8. Lanes of neighbouring channels swap one head for the other.
     const bool odd = g & 1;
-    const float share = fast_reciprocal(odd ? total_weight.y : total_weight.x);
+    const float share = fast_reciprocal(odd ? all.w : all.y);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float keep = odd ? sum[2 * half + 1] : sum[2 * half], give = odd ? sum[2 * half] : sum[2 * half + 1];
+      const float first = half ? sums.z : sums.x, second = half ? sums.w : sums.y;
+      const float keep = odd ? second : first, give = odd ? first : second;
       const float other = __shfl_xor_sync(~0u, give, 4);
       float low = (odd ? other : keep) * share, high = (odd ? keep : other) * share;
       const int pair = ((rank * PER + f / NH) * 16 + half * 8 + g) / 2, turned = pair - (DIM / 2 - pairs);
@@ -300,5 +288,40 @@ attend(const bf16* q, const bf16* kv, const bf16* ring, const bf16* entries, con
       }
       if (head + odd < active) reinterpret_cast<u32*>(out + (token * heads + head0 + head + odd) * DIM)[pair] = pack_bf16(low, high);
     }
+  };
+  barrier_wait_cluster(arrived, 0);
+  const float2* const sinks_here = reinterpret_cast<const float2*>(memory + AT_SINK);
+  const float4* const stats_here = reinterpret_cast<const float4*>(memory + AT_STATS) + t;
+  const float4* const parts_here = reinterpret_cast<const float4*>(memory + AT_PART) + lane;
+  const int place = work * CLUSTER + rank;
+  float4* const left = reinterpret_cast<float4*>(left_over) + (i64)place * CLUSTERS * (PER * NH * 32 + HB / 2) + lane;
+  float4* const left_stats = left - lane + CLUSTERS * PER * NH * 32 + t;
+  for (int f = warp; f < own_tiles * NH; f += WD + FETCHERS / 32) {
+    const int n = f % NH;
+    const float2 bottom = used == 1 ? sinks_here[n * 4 + t] : make_float2(NEG_INF, NEG_INF);
+    float4 all;
+    const float4 sum = add_parts<CLUSTER>(parts_here + f * 32, PER * NH * 32, stats_here + n * 4, HB / 2, CLUSTER, bottom, &all);
+    if (used == 1) {
+      store_sum(f, sum, all);
+    } else {
+      left[(cluster * PER * NH + f) * 32] = sum;
+      if (f == n && g == 0) left_stats[cluster * (HB / 2) + n * 4] = all;
+    }
+  }
+  if (used == 1 || own_tiles == 0) return;
+  u32* const is_last = reinterpret_cast<u32*>(memory + AT_CORR);
+  __threadfence();
+  __syncthreads();
+  if (warp == 0) {
+    const bool last = last_warp(&arrivals[place], used);
+    if (lane == 0) *is_last = last;
+  }
+  __syncthreads();
+  if (!*is_last) return;
+  for (int f = warp; f < own_tiles * NH; f += WD + FETCHERS / 32) {
+    const int n = f % NH;
+    float4 all;
+    const float4 sum = add_parts<CLUSTERS>(left + f * 32, PER * NH * 32, left_stats + n * 4, HB / 2, used, sinks_here[n * 4 + t], &all);
+    store_sum(f, sum, all);
   }
 }
