@@ -92,9 +92,10 @@ DEVICE void peer_store_async(u32 address, u64 v, u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];"
                ::"r"(address), "l"(v), "r"(barrier) : "memory");
 }
-// An arrival at another CTA's barrier, and so many bytes that it waits for besides.
+// An arrival at another CTA's barrier, and so many bytes of asynchronous stores that it waits for besides. It does not wait for
+// this thread's other stores (to release them to a cluster, the compiler waits for all that it has sent to global memory).
 DEVICE void peer_arrive_expecting(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 #endif
