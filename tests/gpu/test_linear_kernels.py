@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TOKENS = (1, 3, 8, 9, 17, 33, 64, 65)
 FP8 = [(160, 144, 1), (16, 16, 1), (100, 272, 2), (1024, 512, 8), (512, 4096, 1), (4096, 1024, 1), (1024, 8192, 1)]
 NVFP4 = [(40, 64, 1), (128, 128, 1), (256, 256, 2), (1000, 512, 1), (2048, 4096, 8), (512, 7168, 1), (24, 2816, 1)]
+NVFP4 += [(2000, 1024, 1), (4096, 8192, 1), (8, 16384, 1), (96, 2048, 2)]
 PLAIN = [(24, 72), (129, 264), (64, 4096), (256, 4096), (384, 7168), (5, 8), (2000, 1024)]
 # bf16 results: one rounding, 2^-9 at most, 1.7e-3 root mean square at most. Float32 results: the tensor cores' sums.
 NEAR = {torch.bfloat16: 3e-3, torch.float32: 2e-5}
@@ -62,6 +63,13 @@ def test_fp8_block(n, k, groups, tokens):
     check("linear_fp8_block", x, *fp8_weight(n, k), groups)
 
 
+@pytest.mark.parametrize("n, k, groups, norm", [(40960, 1024, 1, True), (8192, 4096, 8, False), (4096, 8192, 1, False)])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_fp8_block_at_the_widths_of_flash(n, k, groups, norm, tokens):
+    x = activations(tokens, *([groups, k] if groups > 1 else [k]))
+    check("linear_fp8_block", x, *fp8_weight(n, k), groups, torch.randn(k, device="cuda") if norm else None, 1e-6)
+
+
 @pytest.mark.parametrize("n, k, groups", NVFP4)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_nvfp4(n, k, groups, tokens):
@@ -81,7 +89,19 @@ def test_plain(n, k, tokens):
 @pytest.mark.parametrize("n, m, k", [(48, 20, 144), (1536, 2624, 4096), (7, 300, 512)])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_project(n, m, k, tokens):
-    check("project", activations(tokens, k), *fp8_weight(n, k), torch.randn(m, k, device="cuda").bfloat16())
+    check("project", activations(tokens, k), *fp8_weight(n, k), None, torch.randn(m, k, device="cuda").bfloat16())
+
+
+@pytest.mark.parametrize("n, m, k", [(48, 20, 192), (1536, 2624, 4096), (7, 300, 512), (4, 300, 1024)])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_project_nvfp4(n, m, k, tokens):
+    """With a scale_2 for each row; and beside plain rows."""
+    x = activations(tokens, k)
+    codes, scale, scale_2 = quantize_nvfp4(torch.randn(n, k, device="cuda"))
+    exact, exact_scale, exact_scale_2 = quantize_nvfp4(torch.randn(m, k, device="cuda"))
+    rows, exact_rows = scale_2 * torch.rand(n, device="cuda"), exact_scale_2 * torch.rand(m, device="cuda")
+    check("project", x, codes, scale, rows, exact, exact_scale, exact_rows)
+    check("project", x, codes, scale, scale_2, torch.randn(m, k, device="cuda").bfloat16())
 
 
 @pytest.mark.parametrize("name", ["linear_fp8_block", "linear_nvfp4"])

@@ -2,9 +2,10 @@
 
 import pytest
 
+from dsv4.ops.kernels import gemv_nvfp4
 from dsv4.ops.kernels.build import compile_cubin
-from dsv4.ops.kernels.linear import Work, linear_plan, project_plans
-from dsv4.ops.kernels.stream import BF16, FORMATS, FP8
+from dsv4.ops.kernels.linear import ALONE, BESIDE, WARPS, WHOLE, WITH_ATTENTION, Work, linear_plan, project_plans
+from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8
 
 pytest.importorskip("cuda.core")
 
@@ -24,20 +25,38 @@ def assert_fits(source: str, arch: str, defines: tuple[str, ...], threads: int) 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=NAMES)
-@pytest.mark.parametrize("tokens, tail", [(1, False), (1, True), (16, False), (32, False), (64, False), (64, True)])
-def test_linear(number, tokens, tail, arch):
-    work = Work(FORMATS[number], tokens, 4096, (264, 272, 320)[number] if tail else 4096)
+@pytest.mark.parametrize(
+    "tokens, tail, groups, norm",
+    [(1, False, 1, True), (1, False, 8, False), (1, True, 1, False), (8, False, 1, True), (8, True, 1, False)],
+)
+def test_linear(number, tokens, tail, groups, norm, arch):
+    """Room for a second block of 256 threads, and with one token for attention's, of 384 with 88 registers."""
+    work = Work(FORMATS[number], tokens, 4096, (264, 272, 320)[number] if tail else 4096, groups, norm)
     assert work.tail == tail
     plan = linear_plan(work, 132)
     out = "float" if number == BF16 else "__nv_bfloat16"
-    assert_fits("gemv_linear.cu", arch, (f"FMT={number}", f"OUT={out}", *plan.defines(tail)), plan.threads)
+    defines = f"FMT={number}", f"OUT={out}", f"NORM={int(norm)}", *plan.defines(tail)
+    assert_fits("gemv_linear.cu", arch, defines, 2 * plan.threads)
+    if tokens == 1:
+        _, found = compile_cubin("gemv_linear.cu", arch, defines)
+        assert found["linear"].registers <= 120
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("tokens", [1, 16, 32, 64])
-def test_project(tokens, arch):
-    plan, _ = project_plans(tokens, 1536, 2624, 4096, 132)
-    assert_fits("gemv_project.cu", arch, plan.defines(False), plan.threads)
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("forms", [(FP8, BF16), (FP4, FP4), (FP4, BF16)], ids=str)
+def test_project(forms, tokens, arch):
+    plan, exact = project_plans(tokens, 1536, 2624, 4096, 132, *forms)
+    defines = f"FMT={forms[0]}", f"EXACT={forms[1]}", *plan.defines(False), f"EXACT_STEPS={exact.steps}"
+    assert_fits("gemv_project.cu", arch, defines, 2 * plan.threads)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("k, norm", [(1024, True), (4096, False), (7168, False), (8192, False), (16384, False)])
+def test_one_token_in_nvfp4(k, norm, arch):
+    """Two blocks an SM, of this kernel or the next."""
+    assert_fits("gemv_nvfp4.cu", arch, gemv_nvfp4.defines(k, norm), 2 * gemv_nvfp4.WARPS * 32)
+    assert gemv_nvfp4.stages(k) * gemv_nvfp4.STAGE_BYTES >= 64 * 1024
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -62,11 +81,14 @@ PROJECTS = {"Flash": [(1536, 2624, 4096), (1536, 1024, 4096)], "Pro": [(2048, 26
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("tokens", [1, 8, 32])
+@pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_the_models_fit_into_shared_memory(model, tokens):
-    """One launch, with 24 KB of weights in flight in every SM; with one token there is room for the next kernel."""
-    plans = [linear_plan(Work(FORMATS[number], tokens, *sizes), 132) for number, *sizes in MODELS[model]]
-    plans += [plan for sizes in PROJECTS[model] for plan in project_plans(tokens, *sizes, 132)]
-    for plan in plans:
-        assert plan is not None and plan.stages * plan.warps * 2048 >= 24 * 1024, plan
-        assert plan.shared <= (110 if tokens == 1 else 227) * 1024
+    """One launch, with 64 KB of weights in flight in every SM. With one token an SM holds one block only of a kernel that
+    comes after one with few blocks, and beside it a block of the next kernel."""
+    works = [Work(FORMATS[number], tokens, *sizes) for number, *sizes in MODELS[model] if number == FP8 or tokens <= 4]
+    plans = [(linear_plan(work, 132), work.leads) for work in works]
+    plans += [(plan, True) for sizes in PROJECTS[model] for plan in project_plans(tokens, *sizes, 132)]
+    for plan, leads in plans:
+        assert plan is not None and plan.stages * WARPS * 2048 >= 64 * 1024, plan
+        least, most = (ALONE if leads else 0), (WITH_ATTENTION if leads else BESIDE) if tokens == 1 else WHOLE
+        assert least <= plan.shared <= most, plan

@@ -1,12 +1,12 @@
-"""Launches of the linear kernels: gemv_linear.cu and gemv_project.cu for up to 64 tokens, the library's GEMMs for more."""
+"""Launches of the linear kernels: gemv_*.cu for few tokens, gemm_*.cu (gemm.py) up to 64, the library's GEMMs for more."""
 
 import functools
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from dsv4.ops.kernels import gemm, gemv_nvfp4
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.limits import SHARED_BYTES
 from dsv4.ops.kernels.stream import (
@@ -16,6 +16,7 @@ from dsv4.ops.kernels.stream import (
     FP8,
     STATIC_BYTES,
     Format,
+    Weight,
     check_weight,
     clusters,
     processors,
@@ -24,10 +25,16 @@ from dsv4.ops.kernels.stream import (
 )
 
 MAX_TOKENS = 64
-STAGES = 6, 4, 3  # few choices, since each is a kernel to be compiled
+FEW = 8  # tokens that product.cuh takes; gemm.cuh takes more
+WARPS = 8
+STAGES = 6, 5, 4, 3
 SUMS_BYTES = 24 * 1024  # of the warps' sums, where they need not all be kept
-NEIGHBOURLY = 110 * 1024  # shared memory that leaves room for a block of the next kernel of the stream
-LIMITS = NEIGHBOURLY, SHARED_BYTES - STATIC_BYTES
+ACTIVATION_BYTES = 32 * 1024  # of all tokens that a block should have at most: it takes in some 25 bytes a clock
+# Shared memory of which a multiprocessor has not room for two blocks, and what it has room for beside one of those. Blocks
+# come while the kernel before still runs: where that has few, an idle multiprocessor would get two and be late with both.
+ALONE, BESIDE = 114 * 1024, 110 * 1024
+WITH_ATTENTION = 118 * 1024  # what there is room for beside a block of attention of one token
+WHOLE = SHARED_BYTES - STATIC_BYTES
 
 
 def ceil(a: int, b: int) -> int:
@@ -37,13 +44,13 @@ def ceil(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How product.cuh divides the work: warps, warps that split K, tiles of 8 tokens, blocks of a cluster that split K,
-    ring stages, tiles of sums kept and how often, parts of the rows, dynamic shared memory in bytes."""
+    """How product.cuh divides the work: warps that split K, blocks of a cluster that split K, a warp's steps of a tile, the
+    most columns, ring stages, tiles of sums kept and how often, parts of the rows, dynamic shared memory in bytes."""
 
-    warps: int
     kw: int
-    nt: int
     ranks: int
+    steps: int
+    most: int
     stages: int
     slots: int
     buffers: int
@@ -51,12 +58,13 @@ class Plan:
     shared: int
 
     def defines(self, tail: bool) -> tuple[str, ...]:
-        named = {"WARPS": self.warps, "KW": self.kw, "NT": self.nt, "STAGES": self.stages, "TAIL": int(tail)}
+        named = {"WARPS": WARPS, "KW": self.kw, "NT": 1, "STAGES": self.stages, "TAIL": int(tail)}
+        named |= {"STEPS": self.steps, "MOST": self.most}
         return tuple(f"{key}={value}" for key, value in named.items())
 
     @property
     def threads(self) -> int:
-        return self.warps * 32
+        return WARPS * 32
 
     @property
     def cluster(self) -> int | None:
@@ -65,7 +73,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Work:
-    """One product: format, tokens, rows, width, groups of rows, whether a norm comes first."""
+    """One product: format, tokens, rows, width, groups of rows, whether a norm comes first, whether no blocks split K."""
 
     form: Format
     tokens: int
@@ -73,84 +81,98 @@ class Work:
     k: int
     groups: int = 1
     norm: bool = False
+    whole: bool = False
 
     @property
     def tail(self) -> bool:
         """Whether rows do not fill steps of 128 bytes; NVFP4 scales come in pieces of 16 bytes, for 256 values."""
         return self.k % self.form.step_values != 0
 
+    @property
+    def ranks(self) -> int:
+        """Blocks of a cluster that split K; the norm needs whole rows."""
+        if self.norm or self.whole:
+            return 1
+        wanted = (ranks for ranks in (1, 2, 4) if self.tokens * self.k * 2 <= ranks * ACTIVATION_BYTES)
+        return next(wanted, 8)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the kernel before has few blocks: attention before groups, hyper-connections before plain weights."""
+        return self.groups > 1 or self.form.number == BF16
+
+    @property
+    def spans(self) -> bool:
+        """Whether a block may have rows of two groups."""
+        return self.tokens == 1 and self.groups > 1 and self.n // self.groups % 4 == 0
+
+    @property
+    def columns(self) -> int:
+        """How many tokens a block multiplies with, or groups of one token."""
+        return 2 if self.spans else self.tokens
+
+    def parts(self, sms: int) -> int:
+        """Parts of the rows, for one cluster each."""
+        if self.spans:
+            return max(self.groups, min(self.n // 4, sms))
+        return self.groups * max(1, min(self.n, clusters(sms, self.ranks)) // self.groups)
+
     def rows_of(self, parts: int) -> int:
         """The most rows that one of `parts` parts has."""
-        rows, each = self.n // self.groups, parts // self.groups
+        rows, each = (self.n, parts) if self.spans else (self.n // self.groups, parts // self.groups)
         return ceil(rows, each) if rows % 4 else ceil(rows // 4, each) * 4
 
-
-@dataclass(frozen=True)
-class Cut:
-    """How a block's work is cut: warps, warps that split K, tiles of 8 tokens, blocks that split K."""
-
-    warps: int
-    kw: int
-    nt: int
-    ranks: int
-
-    @staticmethod
-    def all(tokens: int, norm: bool = False) -> Iterator["Cut"]:
-        nt = next(t for t in (1, 2, 4, 8) if tokens <= 8 * t)
-        for ranks in (1,) if norm else (1, 2, 4, 8):  # the norm needs whole rows
-            for warps in (12, 8) if nt in (2, 4) else (8,):
-                yield from (Cut(warps, kw, nt, ranks) for kw in (1, 2, 4, 8) if warps % kw == 0)
+    def kw(self, parts: int) -> int:
+        """Warps that split K: so many that each has few activations to begin with, no more than that, and few idle ones."""
+        rows, steps = self.rows_of(parts), steps_of(self.form, self.k, self.ranks)
+        most = 256 if self.tokens == 1 else 1024  # values of a token; with more tokens it takes longer to add up sums
+        counts = [kw for kw in (1, 2, 4, 8) if kw <= steps]
+        counts = [kw for kw in counts if ceil(steps, kw) * self.form.step_values <= most] or counts[-1:]
+        turns = [ceil(rows, 16 * (WARPS // kw)) * ceil(steps, kw) for kw in counts]
+        return next(kw for kw, turn in zip(counts, turns, strict=True) if turn <= 1.25 * min(turns))
 
 
-def layout(work: Work, cut: Cut, parts: int, most: int) -> Plan | None:
-    """The plan with as many ring stages as `most` bytes of shared memory allow; None if they allow none, or if a warp
-    or block would have no share of K."""
-    form, rows, steps = work.form, work.rows_of(parts), steps_of(work.form, work.k, cut.ranks)
-    if cut.kw > steps or (cut.ranks - 1) * steps >= steps_of(form, work.k):
-        return None
-    rounds = ceil(rows, 16 * (cut.warps // cut.kw))
-    slot = cut.warps * work.tokens * 80
-    if cut.ranks > 1 or (cut.kw > 1 and rounds * slot <= SUMS_BYTES):
+def layout(work: Work, kw: int, parts: int, most: int, least: int = 0) -> Plan | None:
+    """The plan with as many ring stages as `most` bytes of shared memory allow, and `least` bytes; None if none is."""
+    form, columns, ranks = work.form, work.columns, work.ranks
+    rows, steps = work.rows_of(parts), steps_of(form, work.k, ranks)
+    rounds = ceil(rows, 16 * (WARPS // kw))
+    slot = WARPS * columns * 80
+    if ranks > 1 or (kw > 1 and rounds * slot <= SUMS_BYTES):
         slots, buffers = rounds, 1
-    elif cut.kw > 1 and slot <= SUMS_BYTES // 2:
+    elif kw > 1:
         slots, buffers = SUMS_BYTES // 2 // slot, 2
     else:
         slots, buffers = 1, 1
-    fixed = work.tokens * (steps * form.step_values * 2 + 64) + (4 * work.k if work.norm else 0)
+    used = columns * (steps * form.step_values * 2 + 64) + (4 * work.k if work.norm else 0) + buffers * slots * slot
     if form.number == FP8:
-        fixed += ceil(((rows - 2) // 128 + 2) * steps, 4) * 16
-    stage = cut.warps * (2304 if form.number == FP4 else 2048)
-    for kept in (slots, 1):
-        used = fixed + buffers * kept * slot
-        for stages in STAGES:
-            if used + stages * stage <= most:
-                return Plan(*astuple(cut), stages, kept, buffers, parts, used + stages * stage)
+        used += ceil(((rows - 2) // 128 + 2) * steps, 4) * 16
+    if ranks > 1:
+        used += ceil(ceil(rows, 4) * columns, ranks) * ranks * 16
+    stage = WARPS * (2304 if form.number == FP4 else 2048)
+    for stages in STAGES:
+        if used + stages * stage <= most:
+            limit = FEW if work.tokens > 1 else columns
+            shared = max(used + stages * stage, least)
+            return Plan(kw, ranks, ceil(steps, kw), limit, stages, slots, buffers, parts, shared)
     return None
 
 
-def clocks(work: Work, plan: Plan) -> float:
-    """Rough estimate of a block's duration, to choose among plans: instructions and bytes, what comes before and after."""
-    form, rows, steps = work.form, work.rows_of(plan.parts), steps_of(work.form, work.k, plan.ranks)
-    rounds = ceil(rows, 16 * (plan.warps // plan.kw))
-    products = form.step_values // 16 * plan.nt
-    step = (130, 160, 390)[form.number] + 9 * products
-    issue = plan.warps / 4 * rounds * (ceil(steps, plan.kw) * step + 80)
-    bandwidth = rows * steps * (2304 if form.number == FP4 else 2048) / 16 / 17
-    stage = 1000 + work.tokens * steps * form.step_values / 8 / plan.threads * 25
-    sums = rows * work.tokens * plan.kw / plan.threads * (12 if plan.nt == 1 else 60)
-    alone = 1500 if plan.shared > NEIGHBOURLY else 0  # the next kernel cannot start its rings beside it
-    cluster = ceil(rounds, plan.slots) * (3000 + 1500 * plan.ranks) if plan.ranks > 1 else 0
-    return max(issue, bandwidth) + 0.3 * min(issue, bandwidth) + stage + sums + alone + cluster
+def limits(tokens: int, leads: bool) -> tuple[int, ...]:
+    """Shared memory of a block to be tried; with several tokens attention leaves no room beside it anyway."""
+    return (WITH_ATTENTION if leads else BESIDE, WHOLE) if tokens == 1 else (WHOLE,)
 
 
 @functools.cache
 def linear_plan(work: Work, sms: int) -> Plan | None:
-    """How to run 1 to 64 tokens; None if their activations leave no room in shared memory."""
-    plans = []
-    for cut in Cut.all(work.tokens, work.norm):
-        parts = work.groups * max(1, min(work.n, clusters(sms, cut.ranks)) // work.groups)
-        plans += [plan for most in LIMITS if (plan := layout(work, cut, parts, most))]
-    return min(plans, key=lambda plan: (-plan.warps, clocks(work, plan)), default=None)
+    """How to run 1 to 8 tokens; None if their activations leave no room in shared memory."""
+    parts = work.parts(sms)
+    sizes = limits(work.tokens, work.leads)
+    plans = (layout(work, work.kw(parts), parts, most, ALONE if work.leads else 0) for most in sizes)
+    plan = next((plan for plan in plans if plan), None)
+    if plan is None and work.ranks > 1:  # a cluster keeps the sums of all its rows
+        return linear_plan(replace(work, whole=True), sms)
+    return plan
 
 
 def check_linear(op_name: str, number: int, x: Tensor, n: int, groups: int = 1, norm: Tensor | None = None) -> None:
@@ -212,18 +234,23 @@ def run_linear(
     """y [tokens, n] = x [tokens, groups * k] W^T; y bf16 or float32. At most 64 tokens a launch, and half of them where
     they do not fit into shared memory."""
     tokens, n = y.shape
+    one = tokens == 1 and number == FP4 and plan is None
+    if one and gemv_nvfp4.run(x, Weight(codes, scales, scale_2), y, None, None, groups, norm, eps, pdl):
+        return
+    if tokens > FEW and plan is None and gemm.run_linear(number, x, codes, scales, scale_2, y, groups, norm, eps, pdl):
+        return
     k = x.shape[-1] // groups
     work = Work(FORMATS[number], tokens, n, k, groups, norm is not None)
-    plan = plan or linear_plan(work, processors(x.device.index))
+    plan = plan or (linear_plan(work, processors(x.device.index)) if tokens <= FEW else None)
     if plan is None:
         if tokens == 1:
             raise ValueError(f"linear: an input width of {k} does not fit in shared memory")
-        half = (tokens + 15) // 16 * 8
+        half = tokens // 2 if tokens <= FEW else (tokens + 15) // 16 * 8
         for part in (slice(0, half), slice(half, None)):
             run_linear(number, x[part], codes, scales, scale_2, y[part], groups, norm, eps, pdl)
         return
-    out = "float" if y.dtype == torch.float32 else "__nv_bfloat16"
-    function = ready("gemv_linear.cu", "linear", f"FMT={number}", f"OUT={out}", *plan.defines(work.tail))
+    defines = f"FMT={number}", f"OUT={'float' if y.dtype == torch.float32 else '__nv_bfloat16'}", f"NORM={int(work.norm)}"
+    function = ready("gemv_linear.cu", "linear", *defines, *plan.defines(work.tail))
     function(
         plan.parts, plan.threads, x, norm, codes, scales, scale_2, y, tokens, n, k, groups, x.stride(0),
         int(scale_2 is not None and scale_2.dim() > 0), plan.slots, plan.buffers,
@@ -232,36 +259,41 @@ def run_linear(
 
 
 @functools.cache
-def project_plans(tokens: int, n: int, m: int, k: int, sms: int) -> tuple[Plan, Plan] | None:
-    """Plans of the FP8 and of the bf16 rows that share a launch; None if the activations leave no room in shared memory."""
-    works = Work(FORMATS[FP8], tokens, n, k), Work(FORMATS[BF16], tokens, m, k)
-    plans = []
-    for cut in Cut.all(tokens):
-        total = clusters(sms, cut.ranks)
-        for share in range(1, total):
-            parts = min(n, share), min(m, total - share)
-            for most in LIMITS:
-                pair = tuple(layout(work, cut, count, most) for work, count in zip(works, parts, strict=True))
-                if None not in pair:
-                    plans.append(pair)
-    return min(plans, key=lambda pair: (-pair[0].warps, max(map(clocks, works, pair))), default=None)
+def project_plans(
+    tokens: int, n: int, m: int, k: int, sms: int, number: int = FP8, exact: int = BF16
+) -> tuple[Plan, Plan] | None:
+    """Plans of the n rows in format `number` and of the m exact ones in format `exact` that share a launch; None if the
+    activations leave no room in shared memory."""
+    works = Work(FORMATS[number], tokens, n, k), Work(FORMATS[exact], tokens, m, k)
+    total = clusters(sms, works[0].ranks)
+
+    def busiest(parts: tuple[int, int]) -> int:
+        """Bytes of weights of the block that has most."""
+        return max(work.rows_of(count) * work.form.row_bytes(k) for work, count in zip(works, parts, strict=True))
+
+    parts = min(((min(n, share), min(m, total - share)) for share in range(1, total)), key=busiest)
+    kw = works[0].kw(parts[0])
+    for most in limits(tokens, leads=True):
+        pair = tuple(layout(work, kw, count, most, ALONE) for work, count in zip(works, parts, strict=True))
+        if None not in pair:
+            return pair
+    return None
 
 
-def project(x: Tensor, codes: Tensor, scales: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 [..., N] and float32 [..., M] from at most 64 rows x [..., k], FP8 [N, k] and bf16 [M, k]."""
-    rows = strided_rows(x)
-    y = torch.empty((len(rows), len(codes)), dtype=torch.bfloat16, device=x.device)
-    z = torch.empty((len(rows), len(plain)), dtype=torch.float32, device=x.device)
+def project(x: Tensor, weight: Weight, exact: Weight) -> tuple[Tensor, Tensor]:
+    """bf16 [..., N] and float32 [..., M] from at most 64 rows x [..., k], and weights of N and of M rows."""
+    rows, n, m = strided_rows(x), len(weight.codes), len(exact.codes)
+    y = torch.empty((len(rows), n), dtype=torch.bfloat16, device=x.device)
+    z = torch.empty((len(rows), m), dtype=torch.float32, device=x.device)
     if len(rows):
-        run_project(rows, codes, scales, plain, y, z)
-    return y.view(*x.shape[:-1], len(codes)), z.view(*x.shape[:-1], len(plain))
+        run_project(rows, weight, exact, y, z)
+    return y.view(*x.shape[:-1], n), z.view(*x.shape[:-1], m)
 
 
 def run_project(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    plain: Tensor,
+    weight: Weight,
+    exact: Weight,
     y: Tensor,
     z: Tensor,
     pdl: bool = True,
@@ -269,22 +301,26 @@ def run_project(
 ) -> None:
     """Fill y bf16 [tokens, N] and z float32 [tokens, M]."""
     tokens, k = x.shape
-    n, m = y.shape[1], z.shape[1]
-    if n and m:
-        plans = plans or project_plans(tokens, n, m, k, processors(x.device.index))
+    n, m, forms = y.shape[1], z.shape[1], (weight.number, exact.number)
+    if tokens == 1 and plans is None and forms == (FP4, FP4) and gemv_nvfp4.run(x, weight, y, exact, z, pdl=pdl):
+        return
+    if tokens > FEW and n and m and plans is None and gemm.run_project(x, weight, exact, y, z, pdl):
+        return
+    if n and m and tokens <= FEW:
+        plans = plans or project_plans(tokens, n, m, k, processors(x.device.index), *forms)
     if not plans:  # nothing to share a launch, or no room for all tokens
         if n:
-            run_linear(FP8, x, codes, scales, None, y, pdl=pdl)
+            run_linear(weight.number, x, *weight, y, pdl=pdl)
         if m:
-            run_linear(BF16, x, plain, None, None, z, pdl=pdl)
+            run_linear(exact.number, x, *exact, z, pdl=pdl)
         return
     first, second = plans
-    stages = min(first.stages, second.stages)
-    defines = replace(first, stages=stages).defines(k % FORMATS[FP8].step_values != 0)
-    ready("gemv_project.cu", "project", *defines)(
-        first.parts + second.parts, first.threads, x, codes, scales, y, n, plain, z, m, tokens, k, x.stride(0),
-        first.slots, first.buffers, second.slots, second.buffers,
-        first.parts, first.ranks,
+    tail = any(k % FORMATS[number].step_values for number in forms)
+    defines = replace(first, stages=min(first.stages, second.stages)).defines(tail)
+    ready("gemv_project.cu", "project", f"FMT={forms[0]}", f"EXACT={forms[1]}", *defines, f"EXACT_STEPS={second.steps}")(
+        first.parts + second.parts, first.threads, x, *weight, y, n, *exact, z, m, tokens, k, x.stride(0),
+        *(int(one.scale_2 is not None and one.scale_2.dim() > 0) for one in (weight, exact)),
+        first.slots, first.buffers, second.slots, second.buffers, first.parts, first.ranks,
         shared=max(first.shared, second.shared), cluster=first.cluster, pdl=pdl,
     )  # fmt: skip
 

@@ -1,22 +1,30 @@
-// One block's share of y = x W^T for up to 8 * NT tokens, as kernels that stream weights do it (see stream.cuh).
+// One block's share of y = x W^T for up to 8 tokens, as kernels that stream weights do it (see stream.cuh).
 //
-// The rows of W are divided evenly among the blocks of a group. Where tokens times K do not fit in shared memory, a cluster of
-// `ranks` blocks splits K; each then adds up its share of the outputs, in rank order. Before it waits for the previous kernel, a
-// block starts its rings and fetches what else is constant. To ask for the rest of its weights to come to the L2 as well gained
-// nothing: 0.1 to 0.5 us after a kernel that leaves the memory idle, and lost as much where kernels of this kind follow.
+// The rows of W are divided evenly among the blocks of a group; with one token among all blocks, and one whose rows are of two
+// groups multiplies them with both groups' activations, as if these were two tokens. Where tokens times K are many bytes, a
+// cluster of `ranks` blocks splits K; each then adds up its share of the outputs, in rank order.
 //
-// Shared memory: rings, sums of up to `slots` tiles of each warp (twice if there are more), FP8 scales, norm, activations.
+// Before it waits for the previous kernel, a block starts its rings and fetches what else is constant. After that a warp needs
+// no other to begin: it puts into shared memory the activations of its own steps of K, scaled by a power of two of their own.
+// That all warps of a block did it together, with one scale a token, took 1 us longer. With one token it does so once before,
+// with anything, so that the instructions are there: 0.5 us. To ask for the rest of a block's weights to come to the L2 as well
+// lost 1 to 5 us a layer of Flash, before the wait and after it.
+//
+// Shared memory: rings, sums of up to `slots` tiles of each warp (twice if there are more), the cluster's sums, FP8 scales,
+// norm, activations.
+//
+// Defines, besides those of stream.cuh (NT is 1): MOST, columns of the product: 1, 2 (one token, groups) or 8.
 #ifndef DSV4_PRODUCT
 #define DSV4_PRODUCT
 #include "stream.cuh"
 
-constexpr int TILE = 16 * MT;                                  // rows of a step
-constexpr int SUMS = MT * NT == 1 ? 4 : MT * NT == 2 ? 2 : 1;  // independent sums, to hide the latency of mma
-constexpr int SUM_PITCH = 20;                                  // floats of 16 rows of one token's sums: no bank conflicts
-constexpr int MAX_STATS = 64 + WARPS;
-constexpr int RESIDENT = NT == 1 && WARPS <= 8 ? 2 : 1;  // blocks an SM, of this kernel and the next, as registers go
+constexpr int TILE = 16;        // rows of a step
+constexpr int SUMS = 4;         // independent sums, to hide the latency of mma
+constexpr int SUM_PITCH = 20;   // floats of a tile's sums of one token: no bank conflicts
+// A thread has, which leaves room for a block of the next kernel, and with one token for one of attend before.
+constexpr int REGISTERS = MOST > 1 ? 128 : 120;
 constexpr int MAX_RANKS = 8;
-constexpr int PIECES = 2;  // of 8 values that a lane stages at a time
+constexpr int HELD = 8;         // pieces of 8 values that a lane stages at a time
 
 template <typename Out>
 struct Product {
@@ -42,9 +50,9 @@ DEVICE void keep(u32& value) { asm volatile("" : "+r"(value)); }
 
 // --- weights ----------------------------------------------------------------------------------------------------------
 
-// A step of a warp in its registers: 32 bytes of rows lane / 4 and lane / 4 + 8 of each tile of 16, and their NVFP4 scales.
+// A step of a warp in its registers: 32 bytes of rows lane / 4 and lane / 4 + 8, and their NVFP4 scales.
 struct Fragment {
-  u32 low[MT][8], high[MT][8], low_scales[MT], high_scales[MT];
+  u32 low[8], high[8], low_scales, high_scales;
 };
 
 // A warp's ring over its tiles of rows and its steps of K. All STAGES steps are under way: one that has come goes to registers
@@ -55,7 +63,7 @@ struct Feed {
   const u8* codes;   // the lane's 16 bytes of row lane / 8 of the tile, of the step to be copied next
   const u8* scales;  // NVFP4: those of row lane, with TAIL 4 bytes of row lane / 4
   i64 row_bytes, scale_bytes, next_tile, next_scales;
-  int left, below;  // rows from the lane's to the last; rows from the tile to the next
+  int left;                       // rows from the tile to the last
   int step, span, steps, inside;  // the step; the warp's steps of a tile times KW; the block's; bytes of a row past the lane's
   // The lane's places in the first stage, to write as shared address and to read in the warp's ring; and to write in the present
   // stage. (With a policy, ptxas of CUDA 13.0 gets copies wrong whose place it takes for the same in all lanes plus a constant.)
@@ -87,7 +95,7 @@ struct Feed {
       const u32 odd = now ^ 64;
       const u8* row = codes;
 #pragma unroll
-      for (int i = 0; i < 4 * MT; ++i, row += 4 * row_bytes)
+      for (int i = 0; i < 4; ++i, row += 4 * row_bytes)
         copy16((i % 2 ? odd : now) + i * 512, row, EVICT_FIRST, valid && left > lane / 8 + 4 * i);
       if (F == FP4) {
         const u32 stage = now - (lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16) + TILE * 128;
@@ -96,7 +104,7 @@ struct Feed {
         } else {
           row = scales;
 #pragma unroll
-          for (int i = 0; i < 2 * MT; ++i, row += 8 * scale_bytes)
+          for (int i = 0; i < 2; ++i, row += 8 * scale_bytes)
             copy4(stage + i * 128 + lane * 4, row, step * 16 + lane % 4 * 4 < inside / 8 && left > lane / 4 + 8 * i);
         }
       }
@@ -116,18 +124,15 @@ struct Feed {
     const u32 at = now - to;
     Fragment f;
 #pragma unroll
-    for (int j = 0; j < MT; ++j) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const u8* piece = memory + (at + (from ^ i * 16)) + j * 2048;
-        const uint4 p = *reinterpret_cast<const uint4*>(piece), q = *reinterpret_cast<const uint4*>(piece + 1024);
-        f.low[j][i * 4] = p.x, f.low[j][i * 4 + 1] = p.y, f.low[j][i * 4 + 2] = p.z, f.low[j][i * 4 + 3] = p.w;
-        f.high[j][i * 4] = q.x, f.high[j][i * 4 + 1] = q.y, f.high[j][i * 4 + 2] = q.z, f.high[j][i * 4 + 3] = q.w;
-      }
-      if (F == FP4) {
-        const u32* piece = reinterpret_cast<const u32*>(memory + at + TILE * 128 + j * 256 + lane * 4);
-        f.low_scales[j] = piece[0], f.high_scales[j] = piece[32];
-      }
+    for (int i = 0; i < 2; ++i) {
+      const u8* piece = memory + (at + (from ^ i * 16));
+      const uint4 p = *reinterpret_cast<const uint4*>(piece), q = *reinterpret_cast<const uint4*>(piece + 1024);
+      f.low[i * 4] = p.x, f.low[i * 4 + 1] = p.y, f.low[i * 4 + 2] = p.z, f.low[i * 4 + 3] = p.w;
+      f.high[i * 4] = q.x, f.high[i * 4 + 1] = q.y, f.high[i * 4 + 2] = q.z, f.high[i * 4 + 3] = q.w;
+    }
+    if (F == FP4) {
+      const u32* piece = reinterpret_cast<const u32*>(memory + at + TILE * 128 + lane * 4);
+      f.low_scales = piece[0], f.high_scales = piece[32];
     }
     __syncwarp();
     copy();
@@ -136,171 +141,182 @@ struct Feed {
   }
 };
 
-// One step against up to 8 * NT tokens, whose activations for it lie at `columns` + at.
+// One step against the tokens, of which the lane's activations for it are at `column`.
 template <int F>
-DEVICE void multiply_step(const Fragment& f, const u8* memory, const u32 (&columns)[NT], u32 at, float (&sums)[SUMS][MT][NT][4]) {
-  __half2 low[MT][2], high[MT][2];
+DEVICE void multiply_step(const Fragment& f, const u8* column, float (&sums)[SUMS][4]) {
+  __half2 low[2], high[2];
   if constexpr (F == FP4) {
-#pragma unroll
-    for (int j = 0; j < MT; ++j) {
-      low[j][0] = decode_scales(f.low_scales[j]), low[j][1] = decode_scales(f.low_scales[j] >> 16);
-      high[j][0] = decode_scales(f.high_scales[j]), high[j][1] = decode_scales(f.high_scales[j] >> 16);
-    }
+    low[0] = decode_scales(f.low_scales), low[1] = decode_scales(f.low_scales >> 16);
+    high[0] = decode_scales(f.high_scales), high[1] = decode_scales(f.high_scales >> 16);
   }
 #pragma unroll
   for (int w = 0; w < LANE_K<F> / 8; ++w) {
-    u32 a[MT][4], b[MT][4];
+    u32 a[4], b[4];
+    if constexpr (F == FP4) {
+      decode_fp4(f.low[w], w / 2 % 2 ? __high2half2(low[w / 4]) : __low2half2(low[w / 4]), a);
+      decode_fp4(f.high[w], w / 2 % 2 ? __high2half2(high[w / 4]) : __low2half2(high[w / 4]), b);
+    } else if constexpr (F == FP8) {
 #pragma unroll
-    for (int j = 0; j < MT; ++j) {
-      if constexpr (F == FP4) {
-        decode_fp4(f.low[j][w], w / 2 % 2 ? __high2half2(low[j][w / 4]) : __low2half2(low[j][w / 4]), a[j]);
-        decode_fp4(f.high[j][w], w / 2 % 2 ? __high2half2(high[j][w / 4]) : __low2half2(high[j][w / 4]), b[j]);
-      } else if constexpr (F == FP8) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          decode_fp8(f.low[j][2 * w + i], a[j][2 * i], a[j][2 * i + 1]);
-          decode_fp8(f.high[j][2 * w + i], b[j][2 * i], b[j][2 * i + 1]);
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[j][i] = f.low[j][4 * w + i], b[j][i] = f.high[j][4 * w + i];
+      for (int i = 0; i < 2; ++i) {
+        decode_fp8(f.low[2 * w + i], a[2 * i], a[2 * i + 1]);
+        decode_fp8(f.high[2 * w + i], b[2 * i], b[2 * i + 1]);
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = f.low[4 * w + i], b[i] = f.high[4 * w + i];
     }
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const uint4 v = *reinterpret_cast<const uint4*>(memory + (columns[n] + at) + w * 64);
-#pragma unroll
-      for (int j = 0; j < MT; ++j) mma<F>(sums[2 * w % SUMS][j][n], a[j][0], b[j][0], a[j][1], b[j][1], v.x, v.y);
-#pragma unroll
-      for (int j = 0; j < MT; ++j) mma<F>(sums[(2 * w + 1) % SUMS][j][n], a[j][2], b[j][2], a[j][3], b[j][3], v.z, v.w);
-    }
+    const uint4 v = *reinterpret_cast<const uint4*>(column + w * 64);
+    mma<F>(sums[2 * w % SUMS], a[0], b[0], a[1], b[1], v.x, v.y);
+    mma<F>(sums[(2 * w + 1) % SUMS], a[2], b[2], a[3], b[3], v.z, v.w);
   }
 }
 
 // sums[0] += the others.
-DEVICE void add_sums(float (&sums)[SUMS][MT][NT][4]) {
+DEVICE void add_sums(float (&sums)[SUMS][4]) {
 #pragma unroll
   for (int half = SUMS / 2; half; half /= 2)
 #pragma unroll
     for (int s = 0; s < half; ++s)
 #pragma unroll
-      for (int j = 0; j < MT; ++j)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[s][j][n][i] += sums[s + half][j][n][i];
+      for (int i = 0; i < 4; ++i) sums[s][i] += sums[s + half][i];
 }
 
 // --- activations ------------------------------------------------------------------------------------------------------
 
-struct Stats {
-  float inverse[64];                  // of the power of two that a token was multiplied with
-  float peaks[MAX_STATS], squares[MAX_STATS];  // of the share that each warp has of a token
-};
+// The RW warps that have the same steps kw, kw + KW, ... of K put the tokens' values of these steps into shared memory, each warp
+// every RW-th token, in the order of place8, normalised and scaled as needed; zeros follow the last value. What is computed
+// before the wait for the previous kernel is kept, since of all that follows it nothing else delays the first product so much.
+template <int F, int Steps>
+struct Staging {
+  static constexpr int A_STEP = STEP_K<F> / 8, A_TOKEN = Steps * A_STEP;             // pieces of 8 values
+  static constexpr int PIECES = (A_TOKEN + 31) / 32, APART = 32 * KW;                // a lane's of a token; from one to the next
+  static constexpr int SHARE = (MOST + RW - 1) / RW;                                 // a warp's tokens
+  static constexpr int FIT = HELD / PIECES > 1 ? HELD / PIECES : 1, BATCH = FIT < SHARE ? FIT : SHARE;
+  static_assert(PIECES <= 16, "a warp has too much of K");
+  i64 from;         // values of x before the lane's first piece, of the warp's first token
+  u32 to;           // its place in shared memory, from the start
+  int own, stored;  // pieces, from the lane's first on, that there are, and that are stored
 
-// All threads: put every token's `values` values, and zeros up to `padded`, into shared memory, first as they are, then in the
-// order of put8 and normalised and scaled as needed. norm [values], in shared memory, or null; with a norm these are whole rows.
-template <int F>
-DEVICE void stage_tokens(u8* to, int pitch, Stats& stats, const float* norm, const __nv_bfloat16* x, i64 stride, int tokens,
-                         int values, int padded, float eps) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int sharing = max(1, WARPS / tokens), step = WARPS / sharing, token = warp / sharing, share = warp % sharing;
+  DEVICE Staging(u32 activations, int pitch, i64 stride, int values, int steps, int kw, int rw) {
+    const int lane = threadIdx.x & 31, piece = (kw + lane / A_STEP * KW) * A_STEP + lane % A_STEP;
+    from = rw * stride + piece * 8;
+    to = activations + rw * pitch + place8<F>(piece);
+    const int end = A_TOKEN % 32 && lane >= A_TOKEN % 32 ? (PIECES - 1) * APART : PIECES * APART;
+    own = min(values / 8 - piece, end);
+    stored = min(steps * A_STEP - piece, end);
+    asm volatile("" : "+l"(from), "+r"(to), "+r"(own), "+r"(stored));
+  }
+  // For quantised weights inverse[token] becomes the inverse of the power of two that these values were multiplied with. `norm`,
+  // in shared memory, or null; with a norm there are `values` values in a row of x.
+  DEVICE void stage(u8* memory, int pitch, float* inverse, const float* norm, const __nv_bfloat16* x, i64 stride, int tokens,
+                    int values, float eps, int kw, int rw) const {
+    const int lane = threadIdx.x & 31;
 #pragma unroll 1
-  for (int m = token; m < tokens; m += step)
+    for (int first = rw, turn = 0; first < tokens; first += BATCH * RW, turn += BATCH * RW) {
+      uint4 v[BATCH][PIECES];
+      float scale[BATCH];
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+        for (int j = 0; j < PIECES; ++j) {
+          v[b][j] = make_uint4(0, 0, 0, 0);
+          if (first + b * RW < tokens && j * APART < own)
+            v[b][j] = *reinterpret_cast<const uint4*>(x + from + (turn + b * RW) * stride + j * APART * 8);
+        }
+      if (norm) {
+        float root[BATCH], square[BATCH] = {};
 #pragma unroll 4
-    for (int i = share * 32 + lane; i < padded / 8; i += sharing * 32)
-      copy16(shared_address(to + m * pitch + i * 16), reinterpret_cast<const u8*>(x + m * stride + i * 8), i < values / 8);
-  copies_end();
-  copies_wait<0>();
-  __syncthreads();
-  if (F != BF16 || norm) {
-#pragma unroll 1
-    for (int m = token; m < tokens; m += step) {
-      float peak = 0.f, square = 0.f;
-      u32 largest = 0;
-#pragma unroll PIECES
-      for (int i = share * 32 + lane; i < values / 8; i += sharing * 32) {
-        const uint4 v = *reinterpret_cast<const uint4*>(to + m * pitch + i * 16);
-        if (!norm) {
-          largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu),
-                                               __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu)));
-        } else {
-          float f[8];
-          unpack8(v, f);
+        for (int i = lane; i < values / 8; i += 32)
 #pragma unroll
-          for (int e = 0; e < 8; ++e) square = fmaf(f[e], f[e], square), peak = fmaxf(peak, fabsf(f[e] * norm[i * 8 + e]));
+          for (int b = 0; b < BATCH; ++b) {
+            if (first + b * RW >= tokens) continue;
+            float f[8];
+            unpack8(*reinterpret_cast<const uint4*>(x + (first + b * RW) * stride + i * 8), f);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) square[b] = fmaf(f[e], f[e], square[b]);
+          }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b)
+          root[b] = rsqrtf(warp_sum(square[b]) * fast_reciprocal(static_cast<float>(values)) + eps);
+        const float* weight = norm + ((kw + lane / A_STEP * KW) * A_STEP + lane % A_STEP) * 8;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+          for (int j = 0; j < PIECES; ++j) {
+            if (j * APART >= own) continue;
+            float f[8];
+            unpack8(v[b][j], f);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) f[e] = f[e] * root[b] * weight[j * APART * 8 + e];
+            v[b][j] = pack8(f);
+          }
+      }
+      if (F != BF16) {
+        u32 largest[BATCH] = {};
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+          for (int j = 0; j < PIECES; ++j)
+            largest[b] = __vmaxu2(largest[b], __vmaxu2(__vmaxu2(v[b][j].x & 0x7FFF7FFFu, v[b][j].y & 0x7FFF7FFFu),
+                                                       __vmaxu2(v[b][j].z & 0x7FFF7FFFu, v[b][j].w & 0x7FFF7FFFu)));
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+          const u32 peak = __reduce_max_sync(~0u, max(largest[b] & 0xFFFFu, largest[b] >> 16));
+          const int shift = max(-100, min(100, 127 + 14 - static_cast<int>(peak >> 7)));
+          scale[b] = __int_as_float((127 + shift) << 23);
+          if (lane == 0 && first + b * RW < tokens) inverse[first + b * RW] = __int_as_float((127 - shift) << 23);
         }
       }
-      if (!norm) peak = fmaxf(bf16_low(largest), bf16_high(largest));
-      peak = warp_max(peak);
-      if (norm) square = warp_sum(square);
-      if (lane == 0) stats.peaks[m * sharing + share] = peak, stats.squares[m * sharing + share] = square;
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+        for (int j = 0; j < PIECES; ++j)
+          if (first + b * RW < tokens && j * APART < stored)
+            *reinterpret_cast<uint4*>(memory + (to + (turn + b * RW) * pitch) + j * (APART * 16)) =
+                operand8<F>(v[b][j], scale[b]);
     }
-    __syncthreads();
+    if (RW == 1) __syncwarp();
+    else barrier(1 + RW + kw, RW * 32);
   }
-#pragma unroll 1
-  for (int m = token; m < tokens; m += step) {
-    float root = 1.f, scale = 1.f;
-    if (F != BF16 || norm) {
-      float peak = 0.f, square = 0.f;
-#pragma unroll 1
-      for (int i = m * sharing; i < (m + 1) * sharing; ++i) peak = fmaxf(peak, stats.peaks[i]), square += stats.squares[i];
-      if (norm) root = rsqrtf(square * fast_reciprocal(static_cast<float>(values)) + eps);
-      const int exponent = __float_as_int(peak * root) >> 23, shift = max(-100, min(100, 127 + 14 - exponent));
-      scale = __int_as_float((127 + shift) << 23);
-      if (lane == 0 && share == 0) stats.inverse[m] = __int_as_float((127 - shift) << 23);
-    }
-#pragma unroll 1
-    for (int i = share * 32 + lane; i - lane < padded / 8; i += sharing * 32 * PIECES) {  // 32 pieces of 8 are whole steps
-      uint4 v[PIECES];
-#pragma unroll
-      for (int j = 0; j < PIECES; ++j) {
-        const int at = i + j * sharing * 32;
-        v[j] = make_uint4(0, 0, 0, 0);
-        if (at >= values / 8) continue;
-        v[j] = *reinterpret_cast<const uint4*>(to + m * pitch + at * 16);
-        if (norm) {
-          float f[8];
-          unpack8(v[j], f);
-#pragma unroll
-          for (int e = 0; e < 8; ++e) f[e] = f[e] * root * norm[at * 8 + e];
-          v[j] = pack8(f);
-        }
-      }
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < PIECES; ++j)
-        if (i + j * sharing * 32 < padded / 8) put8<F>(to + m * pitch, i + j * sharing * 32, v[j], scale);
-      __syncwarp();
-    }
-  }
-  __syncthreads();
-}
+};
 
 // --- the product ------------------------------------------------------------------------------------------------------
 
-// Part `part` of `parts`; all blocks of a cluster have the same part.
-template <int F, typename Out>
-DEVICE void product(const Product<Out>& p, Stats& stats, int part, int parts, int rank, int ranks) {
+// Part `part` of `parts`; all blocks of a cluster have the same part. Steps: a warp's of a tile.
+template <int F, int Steps, typename Out>
+DEVICE void product(const Product<Out>& p, int part, int parts, int rank, int ranks) {
   extern __shared__ __align__(128) u8 memory[];
+  __shared__ float inverses[KW][8];
+  __shared__ u64 arrived;  // the sums of the cluster
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, kw = warp % KW, rw = warp / KW;
-  const u32 per_group = parts / p.groups, group = part / per_group, in_group = part % per_group, rows = p.n / p.groups;
-  const u32 granule = rows % 4 ? 1 : 4, granules = rows / granule;  // four rows of y can be stored at a time
-  const int first = group * rows + granules * in_group / per_group * granule;
-  const int last = group * rows + granules * (in_group + 1) / per_group * granule;
+  const u32 rows = p.n / p.groups, granule = rows % 4 ? 1 : 4;  // four rows of y can be stored at a time
+  const u32 divided = MOST == 2 ? p.n : rows, among = MOST == 2 ? parts : parts / p.groups, granules = divided / granule;
+  const int first = part / among * divided + static_cast<u64>(granules) * (part % among) / among * granule;
+  const int last = part / among * divided + static_cast<u64>(granules) * (part % among + 1) / among * granule;
+  // Columns of the product: tokens, or the groups that the rows are of.
+  const int group = first / rows, columns = MOST == 2 ? (first < last ? (last - 1) / rows - group + 1 : 1) : p.tokens;
   const Slice<F> slice = make_slice<F>(p.k, rank, ranks);
   const u8* ring = memory + warp * Feed<F>::END;
   Feed<F> feed(p.codes, p.scales, slice, ring, first + rw * TILE, last, kw);
 
-  // Tile i of the warps `of` that split K begins at this row.
-  auto row_of = [&](int i, int of) { return first + ((i / MT * RW + of) * MT + i % MT) * 16; };
-  const int tiles = (last - first + TILE - 1) / TILE, rounds = (tiles + RW - 1) / RW, mine = (tiles - rw + RW - 1) / RW;
+  const int tiles = (last - first + TILE - 1) / TILE, rounds = (tiles + RW - 1) / RW;
+  const int slot_floats = columns * SUM_PITCH, warp_floats = p.slots * slot_floats;
   float* sums = reinterpret_cast<float*>(memory + WARPS * Feed<F>::END);
-  const int slot_floats = MT * p.tokens * SUM_PITCH;
-  float* table = sums + p.buffers * p.slots * WARPS * slot_floats;
+  float* received = sums + p.buffers * WARPS * warp_floats;
+  // For the cluster: four rows of one token are a unit, and unit u belongs to rank u % ranks.
+  const int quads = (last - first + 3) / 4, units = quads * p.tokens, most = (units + ranks - 1) / ranks;
+  float* table = received + (ranks > 1 ? most * ranks * 4 : 0);
   const int row_block = first / 128, row_blocks = F == FP8 && first < last ? (last - 1) / 128 - row_block + 1 : 0;
   float* norm = table + (row_blocks * slice.steps + 3) / 4 * 4;
   u8* activations = reinterpret_cast<u8*>(norm + (p.norm ? p.k : 0));
+  if (ranks > 1) {
+    if (threadIdx.x == 0) {
+      barrier_init(shared_address(&arrived), 1);
+      barrier_init_done();
+      barrier_arrive_expecting(shared_address(&arrived), (units - rank + ranks - 1) / ranks * ranks * 16);
+    }
+    cluster_arrive_relaxed();
+  }
 #pragma unroll 1
   for (int r = 0; r < row_blocks; ++r)
 #pragma unroll 1
@@ -310,40 +326,25 @@ DEVICE void product(const Product<Out>& p, Stats& stats, int part, int parts, in
   if (p.norm)
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.k; i += THREADS) norm[i] = p.norm[i];
+  const int pitch = activation_pitch(slice), bytes = slice.end - slice.begin;
+  const int values = F == FP4 ? 2 * bytes : F == FP8 ? bytes : bytes / 2;
+  const int begin = F == FP4 ? 2 * slice.begin : F == FP8 ? slice.begin : slice.begin / 2;
+  const __nv_bfloat16 *x = p.x + static_cast<i64>(group) * p.k + begin, *anything = reinterpret_cast<const __nv_bfloat16*>(p.codes);
+  const i64 stride = MOST == 2 ? p.k : p.stride;
+  const Staging<F, Steps> staging(activations - memory, pitch, stride, values, slice.steps, kw, rw);
+  // The lane's activations of its first step; lanes past the last column repeat it.
+  u32 column = activations - memory + min(lane / 4, columns - 1) * pitch + lane % 4 * 16 + kw * (STEP_K<F> * 2);
+  keep(column);
+  __syncthreads();
 
-  wait_for_previous_kernel();
-  const int pitch = activation_pitch(slice), padded = slice.steps * STEP_K<F>;
-  const int bytes = slice.end - slice.begin, values = F == FP4 ? 2 * bytes : F == FP8 ? bytes : bytes / 2;
-  const __nv_bfloat16* x = p.x + static_cast<i64>(group) * p.k + (F == FP4 ? 2 * slice.begin : F == FP8 ? slice.begin : slice.begin / 2);
-  stage_tokens<F>(activations, pitch, stats, p.norm ? norm : nullptr, x, p.stride, p.tokens, values, padded, p.eps);
-  u32 columns[NT];  // the lane's activations of its first step, in each tile of 8 tokens; past the last they repeat it
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    columns[n] = activations - memory + min(n * 8 + lane / 4, p.tokens - 1) * pitch + lane % 4 * 16 + kw * (STEP_K<F> * 2);
-    keep(columns[n]);
+#pragma unroll 1
+  for (int real = MOST > 2; real < 2; ++real) {
+    if (real) wait_for_previous_kernel();
+    staging.stage(memory, pitch, inverses[kw], p.norm ? norm : nullptr, real ? x : anything, stride,
+                  real ? columns : min(columns, p.n / 8), values, p.eps, kw, rw);
   }
 
-  // Output rows 4 * quad .. + 3 of tile i of the warps `of`, for one token: add the warps' and the blocks' sums.
-  auto finish = [&](const float* slot, int i, int of, int token, int quad) {
-    const int row = row_of(i, of) + quad * 4;
-    if (row >= last) return;
-    const float* sum = slot + of * KW * p.slots * slot_floats + (i % MT * p.tokens + token) * SUM_PITCH + quad * 4;
-    float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (ranks == 1) {
-#pragma unroll
-      for (int w = 0; w < KW; ++w) s = add4(s, *reinterpret_cast<const float4*>(sum + w * p.slots * slot_floats));
-    } else {
-#pragma unroll 1
-      for (int w = 0; w < KW; ++w) {
-        float4 v[MAX_RANKS];
-#pragma unroll
-        for (int r = 0; r < MAX_RANKS; ++r)
-          if (r < ranks) v[r] = load_remote4(sum + w * p.slots * slot_floats, r);
-#pragma unroll
-        for (int r = 0; r < MAX_RANKS; ++r)
-          if (r < ranks) s = add4(s, v[r]);
-      }
-    }
+  auto put = [&](int row, int token, float4 s) {  // y of one token and four rows
     float value[4] = {s.x, s.y, s.z, s.w};
     if (F == FP4)
 #pragma unroll
@@ -357,90 +358,87 @@ DEVICE void product(const Product<Out>& p, Stats& stats, int part, int parts, in
         if (row + j < last) store(to + j, value[j]);
     }
   };
+  // The KW warps' sum of one token and four rows of a tile in slot `slot` of the row group `of`.
+  auto sum_of = [&](const float* slot, int of, int token, int quad) {
+    const float* sum = slot + of * KW * warp_floats + token * SUM_PITCH + quad * 4;
+    float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < KW; ++w) s = add4(s, *reinterpret_cast<const float4*>(sum + w * warp_floats));
+    return s;
+  };
 
   int buffer = 0, slot = 0;
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
-    float* slots = sums + buffer * WARPS * p.slots * slot_floats + slot * slot_floats;  // of the first warp
-    if (round < mine) {
-      float total[SUMS][MT][NT][4] = {};
-      const float* low[MT];  // scales of the lane's rows
-      const float* high[MT];
-      if (F == FP8)
-#pragma unroll
-        for (int j = 0; j < MT; ++j) {
-          const int row = row_of(round * MT + j, rw) + lane / 4;
-          low[j] = table + (min(row, last - 1) / 128 - row_block) * slice.steps;
-          high[j] = table + (min(row + 8, last - 1) / 128 - row_block) * slice.steps;
-        }
+    float* slots = sums + buffer * WARPS * warp_floats + slot * slot_floats;  // of the first warp
+    const int top = first + (round * RW + rw) * TILE;                         // the warp's first row
+    if (top < last) {
+      float total[SUMS][4] = {};
+      const float* low = table + (min(top + lane / 4, last - 1) / 128 - row_block) * slice.steps;  // scales of the lane's rows
+      const float* high = table + (min(top + lane / 4 + 8, last - 1) / 128 - row_block) * slice.steps;
 #pragma unroll 1
-      for (int step = kw, at = 0; step < slice.steps; step += KW, at += KW * STEP_K<F> * 2) {
+      for (int i = 0; i < Steps; ++i) {
+        const int step = kw + i * KW;
+        if (step >= slice.steps) break;
         const Fragment f = feed.next(ring);
+        const u8* at = memory + (column + i * (KW * STEP_K<F> * 2));
         if (F == FP8) {
-          float part[SUMS][MT][NT][4] = {};
-          multiply_step<F>(f, memory, columns, at, part);
+          float part[SUMS][4] = {};
+          multiply_step<F>(f, at, part);
           add_sums(part);
+          const float a = low[step], b = high[step];
 #pragma unroll
-          for (int j = 0; j < MT; ++j) {
-            const float a = low[j][step], b = high[j][step];
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) total[0][j][n][i] = fmaf(i < 2 ? a : b, part[0][j][n][i], total[0][j][n][i]);
-          }
+          for (int j = 0; j < 4; ++j) total[0][j] = fmaf(j < 2 ? a : b, part[0][j], total[0][j]);
         } else {
-          multiply_step<F>(f, memory, columns, at, total);
+          multiply_step<F>(f, at, total);
         }
       }
       if (F != FP8) add_sums(total);
-      float* own = slots + warp * p.slots * slot_floats + lane / 4;
 #pragma unroll
-      for (int j = 0; j < MT; ++j)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int token = n * 8 + lane % 4 * 2 + i;
-            if (token >= p.tokens) continue;
-            float* to = own + (j * p.tokens + token) * SUM_PITCH;
-            const float inverse = F == BF16 ? 1.f : stats.inverse[token];
-            to[0] = total[0][j][n][i] * inverse;
-            to[8] = total[0][j][n][2 + i] * inverse;
-          }
+      for (int j = 0; j < 2; ++j) {
+        const int token = lane % 4 * 2 + j;
+        if (token >= columns) continue;
+        float* to = slots + warp * warp_floats + token * SUM_PITCH + lane / 4;
+        const float inverse = F == BF16 ? 1.f : inverses[kw][token];
+        to[0] = total[0][j] * inverse;
+        to[8] = total[0][2 + j] * inverse;
+      }
     }
-    if (++slot < p.slots && round + 1 < rounds) continue;
-    float* begin = slots - (slot - 1) * slot_floats;
-    const int base = round - slot + 1, tiles_kept = slot * MT;  // of each row group
-    if (ranks > 1) {
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      group_barrier(rw);
-    }
-    const int start = (threadIdx.x - rw * KW * 32) * ranks + rank, stride = KW * 32 * ranks;
-    if (NT == 1) {
+    if (++slot < p.slots && round + 1 < rounds || ranks > 1) continue;
+    const float* oldest = slots - (slot - 1) * slot_floats;
+    const int kept = round - slot + 1;  // the first round whose sums are there
+    group_barrier(rw);
 #pragma unroll 1
-      for (int token = 0; token < p.tokens; ++token)
-#pragma unroll 1
-        for (int o = start; o < tiles_kept * 4; o += stride)
-          finish(begin + o / 4 / MT * slot_floats, base * MT + o / 4, rw, token, o % 4);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < tiles_kept; ++i)
-#pragma unroll 1
-        for (int o = start; o < p.tokens * 4; o += stride)
-          finish(begin + i / MT * slot_floats, base * MT + i, rw, o / 4, o % 4);
+    for (int u = threadIdx.x - rw * KW * 32; u < slot * 4 * p.tokens; u += KW * 32) {
+      const int token = u / (slot * 4), tile = u / 4 % slot, row = first + ((kept + tile) * RW + rw) * TILE + u % 4 * 4;
+      const int of = MOST == 2 ? row / static_cast<int>(rows) - group : token;
+      if (row < last) put(row, token, sum_of(oldest + tile * slot_floats, rw, of, u % 4));
     }
     slot = 0;
-    buffer ^= 1;
-    if (p.buffers == 1) {
-      buffer = 0;
-      if (ranks == 1 && round + 1 < rounds) group_barrier(rw);
-    }
-    if (ranks > 1 && (p.buffers == 1 || round + 1 == rounds)) {  // the others may still be reading this block's sums
-      cluster_arrive();
-      cluster_wait();
-    }
+    if (p.buffers == 2) buffer ^= 1;
+    else if (round + 1 < rounds) group_barrier(rw);
+  }
+
+  if (ranks == 1) return;
+  __syncthreads();
+  cluster_wait();  // every block has its barrier
+#pragma unroll 1
+  for (int u = threadIdx.x; u < units; u += THREADS) {
+    const int quad = u % quads, token = u / quads, tile = quad / 4, owner = u % ranks;
+    const float4 s = sum_of(sums + tile / RW * slot_floats, tile % RW, token, quad % 4);
+    const float v[4] = {s.x, s.y, s.z, s.w};
+    peer_store_async(peer_address(shared_address(received) + (rank * most + u / ranks) * 16, owner), v,
+                     peer_address(shared_address(&arrived), owner));
+  }
+  barrier_wait_cluster(shared_address(&arrived), 0);
+#pragma unroll 1
+  for (int u = threadIdx.x; u * ranks + rank < units; u += THREADS) {
+    const int unit = u * ranks + rank;
+    float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; ++r)
+      if (r < ranks) s = add4(s, *reinterpret_cast<const float4*>(received + (r * most + u) * 4));
+    put(first + unit % quads * 4, unit / quads, s);
   }
 }
 #endif

@@ -19,7 +19,7 @@
 #define DSV4_STREAM
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include "common.cuh"
+#include "hopper.cuh"
 
 typedef unsigned char u8;
 
@@ -39,8 +39,6 @@ template <int F> constexpr float RAW = F == FP4 ? 16384.f : 1.f;
 
 // --- PTX --------------------------------------------------------------------------------------------------------------
 
-DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
 // The policy of what is read once: it leaves the L2 first. The constant is what createpolicy makes.
 constexpr u64 EVICT_FIRST = 0x12F0000000000000;
 
@@ -57,18 +55,6 @@ DEVICE void copy4(u32 to, const u8* from, bool valid) {
 DEVICE void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
 DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory"); }
-
-DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Four floats of the same shared variable of block `rank` of the cluster.
-DEVICE float4 load_remote4(const float* variable, u32 rank) {
-  u32 remote;
-  float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(variable)), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote) : "memory");
-  return v;
-}
 
 template <int F>
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -191,25 +177,33 @@ DEVICE void load_step(u8* stage, const Pieces& p, const Slice<F>& s, int step, u
 template <int F>
 DEVICE int activation_pitch(const Slice<F>& s) { return s.steps * STEP_K<F> * 2 + 64; }  // bytes of a token, 64 mod 128
 
-// Put values 8 i .. 8 i + 7 of a token into its shared memory, for quantised weights as fp16 times `scale`. The order is the
-// one in which a lane's weights are decoded.
+// Eight values as they are multiplied: for quantised weights fp16 times `scale`, in the order in which the weights are decoded.
+template <int F>
+DEVICE uint4 operand8(uint4 v, float scale) {
+  if (F == BF16) return v;
+  constexpr int order[8] = {0, F == FP4 ? 4 : 1, F == FP4 ? 1 : 2, F == FP4 ? 5 : 3, F == FP4 ? 2 : 4, F == FP4 ? 6 : 5,
+                            F == FP4 ? 3 : 6, 7};
+  float f[8];
+  unpack8(v, f);
+  u32 w[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const __half2 h = __floats2half2_rn(f[order[2 * j]] * scale, f[order[2 * j + 1]] * scale);
+    w[j] = *reinterpret_cast<const u32*>(&h);
+  }
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// Where values 8 i .. 8 i + 7 of a token lie in its shared memory, in bytes: a lane's of a step 64 bytes apart.
+template <int F>
+DEVICE int place8(int i) {
+  const int step = i / (STEP_K<F> / 8), in_step = i % (STEP_K<F> / 8), t = in_step / (LANE_K<F> / 8), w = in_step % (LANE_K<F> / 8);
+  return (step * STEP_K<F> + w * 32 + t * 8) * 2;
+}
+
 template <int F>
 DEVICE void put8(u8* to, int i, uint4 v, float scale) {
-  if (F != BF16) {
-    constexpr int order[8] = {0, F == FP4 ? 4 : 1, F == FP4 ? 1 : 2, F == FP4 ? 5 : 3, F == FP4 ? 2 : 4, F == FP4 ? 6 : 5,
-                              F == FP4 ? 3 : 6, 7};
-    float f[8];
-    unpack8(v, f);
-    u32 w[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const __half2 h = __floats2half2_rn(f[order[2 * j]] * scale, f[order[2 * j + 1]] * scale);
-      w[j] = *reinterpret_cast<const u32*>(&h);
-    }
-    v = make_uint4(w[0], w[1], w[2], w[3]);
-  }
-  const int step = i / (STEP_K<F> / 8), in_step = i % (STEP_K<F> / 8), t = in_step / (LANE_K<F> / 8), w = in_step % (LANE_K<F> / 8);
-  *reinterpret_cast<uint4*>(to + (step * STEP_K<F> + w * 32 + t * 8) * 2) = v;
+  *reinterpret_cast<uint4*>(to + place8<F>(i)) = operand8<F>(v, scale);
 }
 
 // Put one token's x[0, k) into shared memory, by lanes `worker` of `workers` (whole warps); returns the inverse of the power

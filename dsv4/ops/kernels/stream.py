@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,20 @@ class Format:
 FORMATS = (Format(BF16, "bf16"), Format(FP8, "FP8"), Format(FP4, "NVFP4"))
 
 
+class Weight(NamedTuple):
+    """A weight as the ops take it: codes [N, ...]; scales of their blocks, for NVFP4 in E4M3 and for FP8 in float32; the
+    float32 scale_2 of NVFP4, one or one a row."""
+
+    codes: Tensor
+    scales: Tensor | None = None
+    scale_2: Tensor | None = None
+
+    @property
+    def number(self) -> int:
+        """That of its format."""
+        return {torch.uint8: FP4, torch.float8_e4m3fn: FP8}.get(self.codes.dtype, BF16)
+
+
 @functools.cache
 def processors(device: int) -> int:
     """How many SMs the device has."""
@@ -50,8 +65,9 @@ def steps_of(form: Format, k: int, ranks: int = 1) -> int:
 
 
 def clusters(sms: int, ranks: int) -> int:
-    """Clusters of `ranks` blocks, one block an SM, that run at a time (an H200's parts hold 16 or 18 SMs each)."""
-    return sms // ranks if ranks <= 2 else sms // 16 * 16 // ranks
+    """Clusters of `ranks` blocks, one block an SM, that run at a time: of an H200's 132 SMs, in parts of 8 to 18, there are
+    66 of 2, 30 of 4 and 15 of 8 (cuOccupancyMaxActiveClusters). One more, and a launch takes twice as long."""
+    return sms // ranks if ranks <= 2 else sms * 10 // 11 // ranks
 
 
 def ready(source: str, function: str, *defines: str) -> Kernel:
