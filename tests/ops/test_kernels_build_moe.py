@@ -3,7 +3,7 @@
 import pytest
 
 from dsv4.ops.kernels.moe import COMBINE, EXPERTS, PREFILL, TOKEN, prefill_bytes
-from dsv4.ops.kernels.moe_plans import BLOCKS, WHOLE, experts_plan, token_plan
+from dsv4.ops.kernels.moe_plans import WHOLE, experts_plan, token_plan
 from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8
 from tests.ops.test_kernels_build_linear import ARCHITECTURES, assert_fits
 
@@ -23,13 +23,11 @@ def shapes(hidden: int, inter: int) -> tuple[tuple[bool, int, int], ...]:
 
 @arches
 @kinds
-@pytest.mark.parametrize("odd", [False, True], ids=["Flash", "odd"])
-def test_one_token(odd, number, beside, arch):
-    """Small blocks leave room for the next kernel's, except at odd widths."""
-    for shape in shapes(*(ODD[number] if odd else FLASH)):
-        plan = token_plan(number, *shape, 6, beside, 132)
-        assert plan.tail == odd
-        assert_fits(TOKEN, arch, plan.defines(number), (1 if odd or plan.warps > 8 else 2) * plan.warps * 32)
+@pytest.mark.parametrize("size", [FLASH, PRO], ids=["Flash", "Pro"])
+def test_one_token(size, number, beside, arch):
+    """One block an SM."""
+    plan = token_plan(number, *size, 6, beside, 132)
+    assert_fits(TOKEN, arch, plan.defines(number, beside), plan.threads)
 
 
 @arches
@@ -37,7 +35,7 @@ def test_one_token(odd, number, beside, arch):
 @pytest.mark.parametrize("odd, tokens", [(False, 8), (False, 32), (True, 8)], ids=["Flash, 8", "Flash, 32", "odd"])
 def test_several_tokens(odd, tokens, number, beside, arch):
     for shape in shapes(*(ODD[number] if odd else FLASH)):
-        plan = experts_plan(number, *shape[:2], tokens, beside)
+        plan = experts_plan(number, *shape[:2], tokens * 6, beside)
         assert_fits(EXPERTS, arch, plan.defines(number, beside), plan.warps * 32)
 
 
@@ -58,17 +56,21 @@ def test_many_tokens(number, gated, arch):
 @pytest.mark.parametrize("size", [FLASH, PRO], ids=["Flash", "Pro"])
 @kinds
 def test_they_fit_into_shared_memory(size, number, beside):
+    plan = token_plan(number, *size, 6, beside, 132)
+    assert plan.stages >= 3 and plan.bytes <= WHOLE
     for shape in shapes(*size):
-        for tokens in (1, 2, 8, 32, 64):
-            plan = experts_plan(number, *shape[:2], tokens, beside)
+        for entries in (1, 6, 48, 384):
+            plan = experts_plan(number, *shape[:2], entries, beside)
             assert plan.stages >= 2 and plan.bytes <= WHOLE
-        plan = token_plan(number, *shape, 6, beside, 132)
-        assert plan.stages >= 2 and plan.bytes <= (BLOCKS[number][2] if size == FLASH else WHOLE)
 
 
-@pytest.mark.parametrize("gate_up", [True, False])
-def test_one_token_of_flash_is_one_round(gate_up):
-    """Twelve tiles of the picked experts and halves of two of the shared expert's: a unit a warp."""
-    plan = token_plan(FP4, *shapes(*FLASH)[not gate_up], 6, True, 132)
-    assert (plan.warps - plan.shared_warps, plan.parts, plan.shared_warps, plan.shared_parts) == (12, 1, 4, 2)
-    assert plan.slots == plan.warps == 16
+def test_other_widths_take_the_general_kernels():
+    for width in (512, 1536):
+        for hidden, inter in ((1024, width), (width, 1024)):
+            assert token_plan(FP4, hidden, inter, 6, True, 132) is None
+
+
+def test_slots_hold_a_power_of_two_of_pairs():
+    """For Flash: four pairs of gate and up rows in NVFP4, two in FP8; of down twice as many."""
+    plan = token_plan(FP4, *FLASH, 6, True, 132)
+    assert (plan.slot, plan.stages) == (4 * 2 * (2048 + 256), 10)

@@ -5,15 +5,6 @@
 #define DSV4_FRAGMENTS
 #include "stream.cuh"
 
-// The largest magnitude among 8 bf16 values, as bits of bf16.
-DEVICE u32 largest_of_8(uint4 v) {
-  const u32 both = __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu), __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu));
-  return max(both & 0xFFFFu, both >> 16);
-}
-
-// The exponent of the power of two that brings the largest magnitude, bits of bf16, to 2^14..2^15.
-DEVICE int fp16_shift(u32 largest) { return max(-100, min(100, 127 + 14 - static_cast<int>(largest >> 7))); }
-
 // A lane's part of a step: 32 bytes of rows lane / 4 and lane / 4 + 8 of each tile, and their NVFP4 scales.
 template <int F>
 struct Fragment {

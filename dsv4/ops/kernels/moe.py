@@ -47,6 +47,12 @@ class Call(NamedTuple):
     inter: int
     count: int
 
+    @classmethod
+    def of(cls, gate_up: Weights, down: Weights, shared: Shared | None, shared_last: bool, limit: float) -> "Call":
+        number = {torch.uint8: FP4, torch.float8_e4m3fn: FP8}.get(gate_up.codes.dtype, BF16)
+        inter, count = gate_up.codes.shape[1] // 2, down.codes.shape[0]
+        return cls(number, gate_up, down, shared, shared_last, limit, inter, count)
+
     @property
     def shared_gate_up(self) -> tuple[Tensor | None, Tensor | None]:
         return self.shared.gate_up[:2] if self.shared else (None, None)
@@ -84,12 +90,8 @@ def _check_stack(
         check_weight(f"{name} {part}_scale_2", stack.scale_2, torch.float32, shape, device)
 
 
-def check(name: str, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> None:
-    """ValueError for what the kernels do not read."""
-    tokens, hidden = x.shape
-    number, inter, count = call.number, call.inter, call.count
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"{name}: x has dtype {x.dtype}, expected bfloat16 or float32")
+def check_routing(name: str, tokens: int, experts: Tensor, weights: Tensor) -> None:
+    """ValueError for routing that the kernels do not read."""
     k = experts.shape[1]
     if experts.dtype != torch.int32 or weights.dtype != torch.float32 or weights.shape != experts.shape:
         raise ValueError(
@@ -98,6 +100,13 @@ def check(name: str, x: Tensor, experts: Tensor, weights: Tensor, call: Call) ->
         )
     if experts.shape[0] != tokens or not 1 <= k < ENTRIES:
         raise ValueError(f"{name}: experts {tuple(experts.shape)} for {tokens} tokens, 1 to {ENTRIES - 1} choices a token")
+
+
+def check_stacks(name: str, x: Tensor, call: Call) -> None:
+    """ValueError for activations and weights that the kernels do not read."""
+    hidden, number, inter, count = x.shape[1], call.number, call.inter, call.count
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"{name}: x has dtype {x.dtype}, expected bfloat16 or float32")
     if inter % 8 or hidden % 8 or count > 32767:
         raise ValueError(
             f"{name}: {count} experts of {inter} x {hidden}, expected sizes divisible by 8, under 32768 experts"
@@ -121,13 +130,12 @@ def run_experts(
     shared_last: bool = False,
     shared: Shared | None = None,
 ) -> Tensor:
-    """[T, H]: bf16 with a shared expert, which is the stack's last or FP8 beside it; else float32. Two launches for one
-    token, three for up to 64."""
-    number = {torch.uint8: FP4, torch.float8_e4m3fn: FP8}.get(gate_up.codes.dtype, BF16)
-    inter, count = gate_up.codes.shape[1] // 2, down.codes.shape[0]
-    call = Call(number, gate_up, down, shared, shared_last, limit, inter, count)
-    check(name, x, experts, weights, call)
+    """[T, H]: bf16 with a shared expert, which is the stack's last or FP8 beside it; else float32. One launch for one
+    token if widths are multiples of 1024, otherwise three for up to 64 tokens."""
+    call = Call.of(gate_up, down, shared, shared_last, limit)
     tokens, hidden = x.shape
+    check_stacks(name, x, call)
+    check_routing(name, tokens, experts, weights)
     y = torch.empty((tokens, hidden), dtype=x.dtype if call.is_rounded else torch.float32, device=x.device)
     x, experts, weights = rows_of(x, hidden), experts.contiguous(), weights.contiguous()
     many = tokens > DECODE_TOKENS
@@ -143,31 +151,24 @@ def _run(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor) -> 
     (tokens, hidden), k, sms = x.shape, experts.shape[1], processors(x.device.index)
     picks, beside = k + call.shared_last, call.shared is not None
     if tokens == 1 and picks <= MOST_PICKS:
-        plans = (
-            token_plan(call.number, True, hidden, call.inter, picks, beside, sms),
-            token_plan(call.number, False, call.inter, hidden, picks, beside, sms),
-        )
-        if None not in plans:
-            return _run_token(call, x, experts, weights, y, *plans)
+        plan = token_plan(call.number, hidden, call.inter, picks, beside, sms)
+        if plan:
+            return _run_token(call, x, experts, weights, y, plan)
     plans = (
-        experts_plan(call.number, True, hidden, tokens, beside),
-        experts_plan(call.number, False, call.inter, tokens, beside),
+        experts_plan(call.number, True, hidden, tokens * k, beside),
+        experts_plan(call.number, False, call.inter, tokens * k, beside),
     )
     if None in plans:
         raise ValueError(f"moe: experts of {call.inter} x {hidden} do not fit in shared memory")
     return _run_several(call, x, experts, weights, y, *plans)
 
 
-def _run_token(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor, up: TokenPlan, down: TokenPlan) -> None:
-    hidden, k, sms = x.shape[1], experts.shape[1], processors(x.device.index)
+def _run_token(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor, plan: TokenPlan) -> None:
+    k, sms = experts.shape[1], processors(x.device.index)
     h = torch.empty((k + 1, call.inter), dtype=x.dtype, device=x.device)
-    ready(TOKEN, "moe_token_gate_up", *up.defines(call.number))(
-        sms, up.warps * 32, x, experts, weights, *call.gate_up, *call.shared_gate_up, *call.down[:2], call.shared_down[0],
-        h, k, call.shared_last, hidden, call.inter, call.count, up.slots, call.limit, shared=up.bytes, pdl=True,
-    )  # fmt: skip
-    ready(TOKEN, "moe_token_down", *down.defines(call.number))(
-        sms, down.warps * 32, h, experts, *call.down, *call.shared_down, y, k, call.shared_last, call.inter, hidden,
-        call.count, down.slots, call.is_rounded, shared=down.bytes, pdl=True,
+    ready(TOKEN, "moe_token", *plan.defines(call.number, call.shared is not None))(
+        sms, plan.threads, x, experts, weights, *call.gate_up, *call.down, *call.shared_gate_up, *call.shared_down, h, y, k,
+        call.shared_last, call.count, call.is_rounded, call.limit, shared=plan.bytes, pdl=True,
     )  # fmt: skip
 
 

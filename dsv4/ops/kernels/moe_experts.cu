@@ -7,9 +7,8 @@
 // Entries that are not an expert's id cost nothing. Tokens have an entry more each, after all others, for the shared expert.
 //
 // Bytes: see moe_token.cu; an expert's weights once for each 8 of its tokens. Measured on an H200 (random routing of Flash, in
-// a CUDA graph), with the shared expert: 8 tokens 189 us (81 % of the floor at 4.25 TB/s), 32 tokens 565 us (83 %), 64 tokens
-// 838 us (81 %); without, 8 tokens 188 us. By launch, with the plans of moe_plans.py: 8 tokens gate_up 126 us (81 %), down 63
-// us (80 %); 32 tokens 362 us (86 %) and 186 us (84 %).
+// a CUDA graph), with the shared expert: 2 tokens 72 us (63 % of the floor at 4.25 TB/s), 4 tokens 115 us (72 %), 8 tokens 186
+// us (82 %), 16 tokens 306 us (87 %), 32 tokens 520 us (90 %), 64 tokens 775 us (88 %): 15 us and the bytes at 3.9 TB/s.
 //
 //   moe_gate_up   tile: 8 * MT gate rows and the up rows that belong to them; h [entry, I] in bf16, routing weight included
 //   moe_down      tile: 16 * MT rows; out [entry, H] in float32

@@ -5,15 +5,13 @@ import math
 from dataclasses import dataclass
 
 from dsv4.ops.kernels.limits import SHARED_BYTES
-from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8, STATIC_BYTES, Format, steps_of
+from dsv4.ops.kernels.stream import FORMATS, FP4, FP8, STATIC_BYTES, Format, steps_of
 
 MOST_PICKS = 32  # of one token, a shared expert of the stack among them
 MAX_STAGES = 6
 WHOLE = SHARED_BYTES - STATIC_BYTES
-# Warps, tiles of 16 rows a step and shared memory of a block for one token. NVFP4 takes the most arithmetic, and was faster
-# in one large block an SM than in small ones that leave room for the next kernel.
-BLOCKS = {BF16: (8, 2, 112 * 1024), FP8: (8, 2, 112 * 1024), FP4: (16, 1, 200 * 1024)}
-CLOCKS = {BF16: 100, FP8: 200, FP4: 310}  # of a scheduler for a step of 16 rows, in a warp
+PAIR_WARPS = 16  # that multiply pairs of rows, in a block of moe_token.cu
+SLOT_BYTES = 18432  # of its ring, or what a pair of rows takes if that is more
 
 
 def _tail(number: int, width: int) -> bool:
@@ -32,70 +30,49 @@ def _row_bytes(form: Format, width: int) -> int:
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Of one launch for one token: warps of the shared expert (of `warps`), parts along K of a routed and of a shared tile,
-    ring stages, units a block has at most, dynamic shared memory in bytes; warps, and tiles of 16 rows a step."""
+    """Of the launch for one token: warps that multiply; slots of the ring and their bytes; pairs of rows of y that a warp
+    has at most; dynamic shared memory in bytes."""
 
-    shared_warps: int
-    parts: int
-    shared_parts: int
-    stages: int
-    slots: int
-    bytes: int
-    tail: bool
+    hidden: int
+    inter: int
     warps: int
-    tiles: int
+    stages: int
+    slot: int
+    down_pairs: int
+    bytes: int
 
-    def defines(self, number: int) -> tuple[str, ...]:
+    @property
+    def threads(self) -> int:
+        return (self.warps + 3) * 32
+
+    def defines(self, number: int, beside: bool) -> tuple[str, ...]:
         return (
-            *(f"FMT={number}", f"WARPS={self.warps}", "KW=1", "NT=1", f"MT={self.tiles}", f"STAGES={self.stages}"),
-            *(f"TAIL={int(self.tail)}", f"SHARED={self.shared_warps}", f"PARTS={self.parts}"),
-            f"SHARED_PARTS={self.shared_parts}",
+            *(f"H={self.hidden}", f"I={self.inter}", f"FMT={number}", f"BESIDE={int(beside)}", f"WARPS={self.warps}"),
+            *(f"STAGES={self.stages}", f"SLOT={self.slot}", f"DOWN_PAIRS={self.down_pairs}"),
+            *(f"EARLY={self.stages // 2}", "KW=1", "NT=1", "TAIL=0"),
         )
 
 
+def _bytes(number: int, width: int) -> int:
+    """Of a row of weights, with its NVFP4 scales."""
+    return FORMATS[number].row_bytes(width) + (width // 16 if number == FP4 else 0)
+
+
 @functools.cache
-def token_plan(number: int, gate_up: bool, width: int, rows: int, picks: int, beside: bool, sms: int) -> TokenPlan | None:
-    """How a block's tiles are dealt out to its warps in the fewest clocks; `beside`: with a shared expert in FP8. None if
-    the activations leave no room in shared memory."""
-    warps, step_tiles, most = BLOCKS[number]
-    steps, shared_steps = steps_of(FORMATS[number], width), steps_of(FORMATS[FP8], width)
-    if gate_up:
-        tiles, shared_tiles = (math.ceil(count * math.ceil(rows / (8 * step_tiles)) / sms) for count in (picks, 1))
-    else:
-        shared_tiles = math.ceil(math.ceil(rows / 8 / sms) / (2 * step_tiles))
-        tiles = shared_tiles * picks
-
-    def clocks(count: int, workers: int, parts: int, steps: int, number: int) -> int:
-        return math.ceil(count * parts / workers) * (math.ceil(steps / parts) * CLOCKS[number] * step_tiles + 150)
-
-    best = None
-    for shared_warps in range(1, warps // 2 + 1) if beside else (0,):
-        for parts in divisors(warps - shared_warps):
-            for shared_parts in divisors(max(1, shared_warps)):
-                cost = clocks(tiles, warps - shared_warps, parts, steps, number)
-                if beside:
-                    cost = max(cost, clocks(shared_tiles, shared_warps, shared_parts, shared_steps, FP8))
-                order = cost, parts + shared_parts
-                best = (
-                    min(best, (order, (shared_warps, parts, shared_parts)))
-                    if best
-                    else (order, (shared_warps, parts, shared_parts))
-                )
-    shared_warps, parts, shared_parts = best[1]
-    slots = tiles * parts + (shared_tiles * shared_parts if beside else 0)
-    fixed = slots * 64 * step_tiles + (1 if gate_up else picks) * _row_bytes(FORMATS[number], width)
-    fixed += _row_bytes(FORMATS[FP8], width) if beside else 0
-    stage = warps * _stage_bytes(number, step_tiles)
-    stages = min(MAX_STAGES, max(2, (most - fixed) // stage))
-    if fixed + stages * stage > WHOLE:
+def token_plan(number: int, hidden: int, inter: int, picks: int, beside: bool, sms: int) -> TokenPlan | None:
+    """For one token with `picks` experts of the stack; `beside`: and a shared one in FP8. None for widths that do not fill
+    the lanes of a warp, or if the activations leave no room in shared memory."""
+    if hidden % 1024 or inter % 1024:
         return None
-    tail = _tail(number, width) or (beside and _tail(FP8, width))
-    return TokenPlan(shared_warps, parts, shared_parts, stages, slots, fixed + stages * stage, tail, warps, step_tiles)
-
-
-def divisors(n: int) -> list[int]:
-    """Of a small number, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    down_pairs = math.ceil(math.ceil(hidden // 2 / sms) / PAIR_WARPS)
+    pairs = [2 * _bytes(n, width) for n in {number, FP8 if beside else number} for width in (hidden, inter)]
+    largest = max(SLOT_BYTES, *pairs)
+    slot = max(pair * min(8, 1 << (largest // pair).bit_length() - 1) for pair in pairs)  # 1, 2, 4 or 8 pairs
+    activations = 2 * (hidden + (picks + beside) * inter)
+    stages = (WHOLE - activations) // slot
+    if stages < 3:
+        return None
+    return TokenPlan(hidden, inter, PAIR_WARPS, stages, slot, down_pairs, activations + stages * slot)
 
 
 @dataclass(frozen=True)
@@ -128,12 +105,12 @@ def ring_plan(number: int, width: int, columns: int, beside: bool, warps: int, k
 
 
 @functools.cache
-def experts_plan(number: int, gate_up: bool, width: int, tokens: int, beside: bool) -> ExpertsPlan | None:
-    """The plan for `tokens` tokens; None if their activations leave no room in shared memory. Of those tried with 8 and 32
-    tokens of Flash in NVFP4, 8 warps with two tiles a step were the fastest or near to it, two of them sharing a row; for
-    many tokens down has tiles enough for each warp to take its own."""
-    for tiles, kw in ((2, 2 if gate_up or tokens <= 16 else 1), (1, 1)):
-        plan = ring_plan(number, width, min(8, tokens), beside, 8, kw, tiles)
+def experts_plan(number: int, gate_up: bool, width: int, entries: int, beside: bool) -> ExpertsPlan | None:
+    """The plan for `entries` (token, choice) pairs; None if activations leave no room in shared memory. Of those tried with
+    8 and 32 tokens of Flash in NVFP4, 8 warps with two tiles a step were the fastest or near to it, two of them sharing a
+    row; for many tokens down has tiles enough for each warp to take its own."""
+    for tiles, kw in ((2, 2 if gate_up or entries <= 96 else 1), (1, 1)):
+        plan = ring_plan(number, width, min(8, entries), beside, 8, kw, tiles)
         if plan:
             return plan
     return None

@@ -1,0 +1,310 @@
+// What the expert kernels of one token and of several have in common: weights that come in pairs of rows through a ring in
+// shared memory, and their product with activations.
+//
+// A pair is a gate row and its up row, or two rows of down. A block has the same range of pairs of every expert. Rows lie one
+// after another in memory, so that a slot of the ring is filled by a few bulk copies of whole rows.
+//
+// A warp multiplies a pair with mma.sync m16n8k16 as a dot product: lane 4 g + t has the values 32 (32 i + lane) .. + 31 of a
+// row for every i; its part of the first row is in row g of A, of the second in row g + 8, its activations are in column g of
+// B, and what counts of the products is the diagonal. So weights are read in whole lines, and nothing is exchanged before
+// the lanes' sums are added up.
+//
+// Defines: H, I (multiples of 1024), FMT (of the routed experts), BESIDE (whether there is a shared expert in FP8), WARPS (that
+// multiply), STAGES, SLOT (slots of the ring and their bytes); and KW, NT and TAIL of stream.cuh.
+#ifndef DSV4_MOE_PAIRS
+#define DSV4_MOE_PAIRS
+#include "stream.cuh"
+
+constexpr int SHARED_FORMAT = BESIDE ? FP8 : FMT;
+constexpr int USES = 8;  // pairs in a slot at most
+
+struct Matrix {
+  const u8 *codes, *scales;
+  const float* scale_2;
+};
+
+// Rows of K values in format F: bytes, and how a slot holds them. Low rows of its pairs are gate's and high ones up's, or they
+// alternate.
+template <int F, bool Up>
+struct Rows {
+  static constexpr int K = Up ? H : I, ROW = F == FP4 ? K / 2 : F == FP8 ? K : 2 * K, SCALES = F == FP4 ? K / 16 : 0;
+  static constexpr int PAIR = 2 * (ROW + SCALES), FIT = SLOT / PAIR;
+  static constexpr int GROUP = FIT >= 8 ? 8 : FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;  // pairs in a slot
+  static constexpr int LOW = Up ? 1 : 2, HIGH = Up ? GROUP : 1;                 // rows from pair to pair, from low to high
+  static_assert(K % 1024 == 0 && FIT >= 1, "");
+};
+
+// This block's share of `total` things.
+struct Range {
+  int first, last;
+  DEVICE explicit Range(u32 total) : first(blockIdx.x * total / gridDim.x), last((blockIdx.x + 1) * total / gridDim.x) {}
+  DEVICE int size() const { return last - first; }
+};
+
+// --- memory -----------------------------------------------------------------------------------------------------------
+
+DEVICE void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST) : "memory");
+}
+DEVICE void barrier_arrive_times(u32 barrier, u32 times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
+}
+DEVICE void store_release(u32 to, u32 value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+DEVICE u32 load_acquire(u32 from) {
+  u32 value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+// What the block has written, as far as this thread knows of it, is visible to whoever then finds the count.
+DEVICE void count_up(u32* counter) {
+  asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+DEVICE u32 load_acquire(const u32* counter) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+// --- the ring ---------------------------------------------------------------------------------------------------------
+
+struct Ring {
+  u64 full[STAGES], empty[STAGES];
+  u32 asked;  // slots whose weights have been asked for
+
+  DEVICE void init() {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(shared_address(&full[i]), 1);
+      barrier_init(shared_address(&empty[i]), USES);
+    }
+    asked = 0;
+  }
+
+  // Slot number n of all, once its weights are there.
+  DEVICE const u8* wait(const u8* memory, int n) {
+    while (load_acquire(shared_address(&asked)) <= n) {}  // before, the parity could be that of an earlier round
+    barrier_wait(shared_address(&full[n % STAGES]), n / STAGES & 1);
+    return memory + n % STAGES * SLOT;
+  }
+  // A warp that has multiplied pair j of `pairs`, which was in slot number n.
+  template <int Group>
+  DEVICE void leave(int n, int j, int pairs) {
+    const int uses = j == pairs - 1 ? Group - j % Group : 1;  // the last does for those that are missing
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive_times(shared_address(&empty[n % STAGES]), uses * (USES / Group));
+  }
+};
+
+// One thread: asks for weights, slot after slot.
+struct Feeder {
+  Ring& ring;
+  u32 memory;
+  int next = 0;
+
+  template <int F, bool Up>
+  DEVICE void ask(const Matrix& matrix, i64 expert, const Range& pairs) {
+    using R = Rows<F, Up>;
+#pragma unroll 1
+    for (int at = pairs.first; at < pairs.last; at += R::GROUP, ++next) {
+      const int slot = next % STAGES, round = next / STAGES, count = min(R::GROUP, pairs.last - at);
+      if (round > 0) barrier_wait(shared_address(&ring.empty[slot]), (round - 1) & 1);
+      const u32 to = memory + slot * SLOT, barrier = shared_address(&ring.full[slot]);
+      barrier_arrive_expecting(barrier, count * R::PAIR);
+      const i64 low = Up ? expert * 2 * I + at : expert * H + 2 * at;
+#pragma unroll
+      for (int half = 0; half <= Up; ++half) {
+        const i64 row = low + half * I;
+        copy_bulk(to + half * R::GROUP * R::ROW, matrix.codes + row * R::ROW, count * R::LOW * R::ROW, barrier);
+        if (F == FP4)
+          copy_bulk(to + 2 * R::GROUP * R::ROW + half * R::GROUP * R::SCALES, matrix.scales + row * R::SCALES,
+                    count * R::LOW * R::SCALES, barrier);
+      }
+      store_release(shared_address(&ring.asked), next + 1);
+    }
+  }
+};
+
+// --- activations ------------------------------------------------------------------------------------------------------
+
+// Activations lie in shared memory, and h in device memory, so that 8 values after 8 go to lane after lane: those with number
+// 8 c .. 8 c + 7 at piece `place_of(c)`. For quantised weights they are in the order in which pairs of weights are decoded,
+// and fp16 times a power of two.
+DEVICE int place_of(int c) { return c / 128 * 128 + c % 4 * 32 + c / 4 % 32; }
+DEVICE int place(int value) {
+  return place_of(value / 8) * 8 + (FMT == BF16 ? value % 8 : value % 4 * 2 + value / 4 % 2);
+}
+
+DEVICE u32 largest_of_8(uint4 v) {
+  const u32 both = __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu), __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu));
+  return max(both & 0xFFFFu, both >> 16);
+}
+
+// The exponent of the power of two that brings the largest magnitude, bits of bf16, to 2^14..2^15.
+DEVICE int fp16_shift(u32 largest) { return max(-100, min(100, 127 + 14 - static_cast<int>(largest >> 7))); }
+DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+DEVICE uint4 in_pairs(uint4 v) {
+  return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                    __byte_perm(v.y, v.w, 0x7632));
+}
+
+DEVICE uint4 to_fp16(uint4 v, float scale) {
+  float f[8];
+  unpack8(v, f);
+  u32 w[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const __half2 h = __floats2half2_rn(f[2 * j] * scale, f[2 * j + 1] * scale);
+    w[j] = *reinterpret_cast<const u32*>(&h);
+  }
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// One warp: h of an entry, or a token's x, into shared memory. Returns the inverse of the power of two.
+template <bool OfH>
+DEVICE float stage_row(const uint4* from, uint4* to) {
+  constexpr int PIECES = (OfH ? I : H) / 8, EACH = PIECES / 32;
+  const int lane = threadIdx.x & 31;
+  auto load = [&](int i) { return OfH ? __ldcg(from + i * 32 + lane) : from[i * 32 + lane]; };
+  constexpr int KEPT = EACH <= 8 ? EACH : 1, AT_ONCE = EACH <= 8 ? EACH : EACH % 8 == 0 ? 8 : EACH % 7 == 0 ? 7 : 6;  // others are read again
+  uint4 kept[KEPT];
+  int shift = 0;
+  u32 largest = 0;
+#pragma unroll AT_ONCE
+  for (int i = 0; i < EACH; ++i) {
+    const uint4 v = load(i);
+    if (KEPT == EACH) kept[i % KEPT] = v;
+    largest = max(largest, largest_of_8(v));
+  }
+  if (FMT != BF16) shift = fp16_shift(__reduce_max_sync(~0u, largest));
+#pragma unroll AT_ONCE
+  for (int i = 0; i < EACH; ++i) {
+    const uint4 v = KEPT == EACH ? kept[i % KEPT] : load(i);
+    const int c = i * 32 + lane;
+    to[OfH ? c : place_of(c)] = FMT == BF16 ? v : to_fp16(OfH ? v : in_pairs(v), power_of_two(shift));
+  }
+  return power_of_two(-shift);
+}
+
+// --- multiplying ------------------------------------------------------------------------------------------------------
+
+// The scales of a row's FP8 blocks: lane l has number l, and number l + 32.
+template <int K>
+struct BlockScales {
+  float scales[(K / 128 + 31) / 32];
+  DEVICE void load(const float* from) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < (K / 128 + 31) / 32; ++i) scales[i] = __ldg(from + min(i * 32 + lane, K / 128 - 1));
+  }
+  DEVICE float of_turn(int i) const {
+    const float scale = K > 4096 && i >= 4 ? scales[(K / 128 + 31) / 32 - 1] : scales[0];
+    return __shfl_sync(~0u, scale, i % 4 * 8 + (threadIdx.x & 31) / 4);
+  }
+};
+
+// The scales of a pair: of its matrix, and of FP8 blocks. They are asked for well before they are used.
+template <int F, bool Up>
+struct PairScales {
+  BlockScales<Rows<F, Up>::K> low_blocks, high_blocks;
+  float low = 1.f, high = 1.f;
+  DEVICE PairScales(const Matrix& matrix, int expert, int pair) {
+    constexpr int COLUMNS = Rows<F, Up>::K / 128, BLOCKS = (Up ? I : H) / 128;
+    if (F == FP8) {
+      const int block = min(Up ? pair / 128 : pair / 64, BLOCKS - 1);  // there may be no such pair
+      const float* from = reinterpret_cast<const float*>(matrix.scales) + (expert * (Up ? 2 : 1) * BLOCKS + block) * COLUMNS;
+      low_blocks.load(from);
+      high_blocks.load(from + (Up ? BLOCKS * COLUMNS : 0));
+    }
+    if (F == FP4) {
+      low = __ldg(matrix.scale_2 + (Up ? expert * 2 : expert));
+      if (Up) high = __ldg(matrix.scale_2 + expert * 2 + 1);
+    }
+  }
+};
+
+// A pair of a slot times several activations, each `pitch` pieces after the one before: the lane's part of both rows' sums,
+// without what is not on the diagonal. Chains: independent sums, to hide the latency of mma.
+template <int F, bool Up, int Count, int Chains>
+DEVICE void multiply(const u8* slot, int pair, const uint4* const (&activations)[Count], const PairScales<F, Up>& of,
+                     float2 (&sums)[Count]) {
+  using R = Rows<F, Up>;
+  constexpr int PARTS = F == FP4 ? 1 : F == FP8 ? 2 : 4;  // pieces of 16 bytes that a lane has of a row at a time
+  const int lane = threadIdx.x & 31;
+  const u8* row = slot + pair * R::LOW * R::ROW;
+  const uint4 *low = reinterpret_cast<const uint4*>(row), *high = reinterpret_cast<const uint4*>(row + R::HIGH * R::ROW);
+  const u8* scales = slot + 2 * R::GROUP * R::ROW + pair * R::LOW * R::SCALES + lane * 2;
+  const bool odd = lane & 4;
+  float acc[Count][Chains][4] = {};
+  auto diagonal = [&](int n) {
+    float x = odd ? acc[n][0][1] : acc[n][0][0], y = odd ? acc[n][0][3] : acc[n][0][2];
+    if (Chains == 2) x += odd ? acc[n][Chains - 1][1] : acc[n][Chains - 1][0], y += odd ? acc[n][Chains - 1][3] : acc[n][Chains - 1][2];
+    return make_float2(x, y);
+  };
+  auto word = [](const uint4& v, int n) { return n == 0 ? v.x : n == 1 ? v.y : n == 2 ? v.z : v.w; };
+#pragma unroll
+  for (int n = 0; n < Count; ++n) sums[n] = make_float2(0.f, 0.f);
+#pragma unroll (Count > 1 || F != FP4 ? 1 : 2)
+  for (int i = 0; i < R::K / 1024; ++i) {
+    uint4 a[PARTS], b[PARTS];
+#pragma unroll
+    for (int j = 0; j < PARTS; ++j) a[j] = low[(i * 32 + lane) * PARTS + j], b[j] = high[(i * 32 + lane) * PARTS + j];
+    __half2 a_scale, b_scale;
+    if constexpr (F == FP4) {
+      a_scale = decode_scales(*reinterpret_cast<const u16*>(scales + i * 64));
+      b_scale = decode_scales(*reinterpret_cast<const u16*>(scales + R::HIGH * R::SCALES + i * 64));
+    }
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      u32 x[4], y[4];
+      if constexpr (F == FP4) {
+        decode_fp4(word(a[0], w), w / 2 ? __high2half2(a_scale) : __low2half2(a_scale), x);
+        decode_fp4(word(b[0], w), w / 2 ? __high2half2(b_scale) : __low2half2(b_scale), y);
+      } else if constexpr (F == FP8) {
+        auto decode = [&](const uint4& v, u32(&to)[4]) {
+          const u32 first = word(v, w % 2 * 2), second = word(v, w % 2 * 2 + 1);
+          decode_fp8(__byte_perm(first, second, 0x5140), to[0], to[1]);
+          decode_fp8(__byte_perm(first, second, 0x7362), to[2], to[3]);
+        };
+        decode(a[w / 2], x);
+        decode(b[w / 2], y);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = word(a[w], j), y[j] = word(b[w], j);
+      }
+#pragma unroll
+      for (int n = 0; n < Count; ++n) {
+        const uint4 v = activations[n][(i * 4 + w) * 32 + lane];
+        mma<F>(acc[n][0], x[0], y[0], x[1], y[1], v.x, v.y);
+        mma<F>(acc[n][Chains - 1], x[2], y[2], x[3], y[3], v.z, v.w);
+      }
+    }
+    if constexpr (F == FP8) {
+      const float low_block = of.low_blocks.of_turn(i), high_block = of.high_blocks.of_turn(i);
+#pragma unroll
+      for (int n = 0; n < Count; ++n) {
+        const float2 part = diagonal(n);
+        sums[n].x = fmaf(low_block, part.x, sums[n].x);
+        sums[n].y = fmaf(high_block, part.y, sums[n].y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[n][0][j] = acc[n][Chains - 1][j] = 0.f;
+      }
+    }
+  }
+  const bool counts = lane / 8 == lane % 4;
+#pragma unroll
+  for (int n = 0; n < Count; ++n) {
+    if (F != FP8) sums[n] = diagonal(n);
+    const float high = F == FP4 && !Up ? of.low : of.high;  // multiplied only now, when it is there
+    sums[n] = make_float2(counts ? sums[n].x * RAW<F> * of.low : 0.f, counts ? sums[n].y * RAW<F> * high : 0.f);
+  }
+}
+
+// A value of h from gate's sum in the warp's first lanes and up's in the others; what counts is in the first.
+DEVICE float swiglu(float sum, float limit) {
+  const float gate = fminf(sum, limit), up = fminf(fmaxf(__shfl_xor_sync(~0u, sum, 16), -limit), limit);
+  return gate * fast_reciprocal(1.f + __expf(-gate)) * up;
+}
+#endif
