@@ -89,9 +89,9 @@ def call_bytes(name: str, args: tuple, context: int) -> float:
     tensors = [value for value in args if isinstance(value, Tensor)]
     tokens = next((len(value) for value in tensors), 0)
     if name.startswith("moe"):
-        experts = args[1]
+        experts, shared_last = args[1], args[-1] is True
         stacks = args[3:9] if name == "moe_nvfp4" else tensors[3:]
-        picked = experts[experts >= 0].unique().numel() / stacks[0].shape[0]
+        picked = (experts[experts >= 0].unique().numel() + shared_last) / stacks[0].shape[0]
         shared = sum(value.nbytes for value in args[10:] if isinstance(value, Tensor))
         return picked * sum(value.nbytes for value in stacks) + shared
     if name == "attend":

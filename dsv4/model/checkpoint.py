@@ -120,26 +120,37 @@ class FolderSource(Source):
         tensors = self._converted(form, parts, {role: self._load.read(stored) for role, stored in parts.items()})
         return form.linear({role: tensor.to(self.device) for role, tensor in tensors.items()}, groups)
 
-    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> nn.Module:
+    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int, shared: str | None = None) -> nn.Module:
         name = self._prefix + name
-        if any(stacks.find_fused(self._load.tensors, f"{name}.{leaf}") for leaf in stacks.FUSED):
-            return self._fused_experts(name, num_experts, hidden, intermediate)
-        first: tuple[Format, Stored] | None = None
-        gate_up = ExpertStack(num_experts, 2, self.device)
-        down = ExpertStack(num_experts, 1, self.device)
-        for expert in range(num_experts):
+        gate_up_keys = stacks.find_fused(self._load.tensors, f"{name}.{stacks.FUSED[0]}")
+        fused = bool(gate_up_keys or stacks.find_fused(self._load.tensors, f"{name}.{stacks.FUSED[1]}"))
+        if fused:
+            form, found = self._recognise(gate_up_keys, f"{name}.{stacks.FUSED[0]}")
+        else:
+            form, found = self._found(f"{name}.0.w1")
+        first = form, formats.weight_of(form, found)
+        shared_last = shared is not None and all(
+            self._found(f"{self._prefix}{shared}.{projection}")[0] is form for projection in ("w1", "w3", "w2")
+        )
+        gate_up, down = (ExpertStack(num_experts + shared_last, halves, self.device) for halves in (2, 1))
+        if fused:
+            self._fill_fused(f"{name}.{stacks.FUSED[0]}", (num_experts, 2 * intermediate, hidden), gate_up, first)
+            self._fill_fused(f"{name}.{stacks.FUSED[1]}", (num_experts, hidden, intermediate), down, first)
+        places = [] if fused else [(f"{name}.{expert}", expert) for expert in range(num_experts)]
+        if shared_last:
+            places.append((self._prefix + shared, num_experts))
+        for path, expert in places:
             for projection, stack, half, size in (
                 ("w1", gate_up, 0, (intermediate, hidden)),
                 ("w3", gate_up, 1, (intermediate, hidden)),
                 ("w2", down, 0, (hidden, intermediate)),
             ):
-                form, parts = self._parts(f"{name}.{expert}.{projection}", *size)
-                first = first or (form, parts["weight"])
+                form, parts = self._parts(f"{path}.{projection}", *size)
                 _require_same_format(first, (form, parts["weight"]))
                 if not stack.is_complete:
                     read = {role: self._load.read(stored) for role, stored in parts.items()}
                     stack.put(expert, half, self._converted(form, parts, read))
-        return first[0].experts(gate_up.tensors(), down.tensors())
+        return form.experts(gate_up.tensors(), down.tensors(), shared_last)
 
     def finish(self) -> LoadReport:
         """The report of the load, once the model is built. ValueError if the folder holds a tensor that nobody asked
@@ -157,13 +168,16 @@ class FolderSource(Source):
 
     def _parts(self, name: str, out_features: int, in_features: int) -> tuple[Format, dict[str, Stored]]:
         """The format of the weight `name` and its tensors on disk by role, checked and accounted for."""
-        load = self._load
-        keys = {suffix: key for suffix in formats.SUFFIXES if (key := f"{name}.{suffix}") in load.tensors}
-        form, found = self._recognise(keys, f"{name}.{formats.WEIGHT_SUFFIXES[0]}")
+        form, found = self._found(name)
         parts = formats.find_parts(form, found, out_features, in_features)
-        self._account(form, keys)
-        load.order += parts.values()
+        self._account(form, {suffix: f"{name}.{suffix}" for suffix in found})
+        self._load.order += parts.values()
         return form, parts
+
+    def _found(self, name: str) -> tuple[Format, dict[str, Stored]]:
+        """The format of the weight `name` and its tensors on disk by suffix."""
+        keys = {suffix: key for suffix in formats.SUFFIXES if (key := f"{name}.{suffix}") in self._load.tensors}
+        return self._recognise(keys, f"{name}.{formats.WEIGHT_SUFFIXES[0]}")
 
     def _recognise(self, keys: dict[str, str], needed: str) -> tuple[Format, dict[str, Stored]]:
         """The format of a weight from the native names of its tensors by suffix; `needed` is the name to miss."""
@@ -193,30 +207,21 @@ class FolderSource(Source):
         except ValueError as error:
             raise ValueError(f"{at_fault}{which}: {error}") from error
 
-    def _fused_experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> nn.Module:
-        """All experts in one tensor: gate_up_proj [E, 2I, H] (w1's rows, then w3's) and down_proj [E, H, I]."""
-        first: tuple[Format, Stored] | None = None
-        filled = []
-        for leaf, halves, size in (
-            ("gate_up_proj", 2, (2 * intermediate, hidden)),
-            ("down_proj", 1, (hidden, intermediate)),
-        ):
-            keys = stacks.find_fused(self._load.tensors, f"{name}.{leaf}")
-            form, found = self._recognise(keys, f"{name}.{leaf}")
-            parts = formats.find_parts(form, found, *size, num_experts, halves)
-            first = first or (form, parts["weight"])
-            _require_same_format(first, (form, parts["weight"]))
-            self._account(form, keys)
-            stack = ExpertStack(num_experts, halves, self.device)
-            for expert, read in enumerate(self._split(form, parts, num_experts, halves)):
-                for half in range(halves):
-                    one = {role: matrices[half] for role, matrices in read.items()}
-                    which = f" (expert {expert}, {'w2' if halves == 1 else ('w1', 'w3')[half]})"
-                    stack.put(expert, half, self._converted(form, parts, one, which))
-                if stack.is_complete:
-                    break
-            filled.append(stack.tensors())
-        return first[0].experts(*filled)
+    def _fill_fused(self, name: str, shape: tuple[int, int, int], stack: ExpertStack, first: tuple[Format, Stored]) -> None:
+        """All experts' rows in one tensor: gate_up_proj [E, 2I, H] (w1's, then w3's) or down_proj [E, H, I]."""
+        halves = stack.halves
+        keys = stacks.find_fused(self._load.tensors, name)
+        form, found = self._recognise(keys, name)
+        parts = formats.find_parts(form, found, *shape[1:], shape[0], halves)
+        _require_same_format(first, (form, parts["weight"]))
+        self._account(form, keys)
+        for expert, read in enumerate(self._split(form, parts, shape[0], halves)):
+            for half in range(halves):
+                one = {role: matrices[half] for role, matrices in read.items()}
+                which = f" (expert {expert}, {'w2' if halves == 1 else ('w1', 'w3')[half]})"
+                stack.put(expert, half, self._converted(form, parts, one, which))
+            if stack.is_complete:
+                break
 
     def _split(
         self, form: Format, parts: dict[str, Stored], count: int, halves: int

@@ -34,16 +34,16 @@ class Part:
 class Format:
     """A weight format. `weight` is the part whose presence and dtype it is recognised by, `scales` the rest.
 
-    linear(tensors by role, groups) and experts(gate_up tensors by role, down tensors by role) build the modules; the
-    experts' tensors are stacked: gate_up [E, 2I, ...] (w1's rows, then w3's) and down [E, H, ...], scalars [E, 2] and
-    [E]. Where files and modules have different parts, `repack` turns the tensors of one weight from the one to the
-    other, by role.
+    linear(tensors by role, groups) and experts(gate_up tensors by role, down tensors by role, whether the last expert is
+    the shared one) build the modules; the experts' tensors are stacked: gate_up [E, 2I, ...] (w1's rows, then w3's) and
+    down [E, H, ...], scalars [E, 2] and [E]. Where files and modules have different parts, `repack` turns the tensors of
+    one weight from the one to the other, by role.
     """
 
     name: str
     weight: Part
     linear: Callable[[dict[str, Tensor], int], nn.Module]
-    experts: Callable[[dict[str, Tensor], dict[str, Tensor]], nn.Module]
+    experts: Callable[[dict[str, Tensor], dict[str, Tensor], bool], nn.Module]
     scales: tuple[Part, ...] = ()
     ignored: tuple[str, ...] = ()  # suffixes accounted for but not read
     in_multiple: int = 1  # in_features must be a multiple
@@ -123,8 +123,9 @@ def _nvfp4_linear(tensors: dict[str, Tensor], groups: int) -> nn.Module:
     return Nvfp4Linear(tensors["weight"], tensors["scale"], tensors["scale_2"], groups)
 
 
-def _nvfp4_experts(gate_up: dict[str, Tensor], down: dict[str, Tensor]) -> nn.Module:
-    return Nvfp4Experts(*(stack[role] for stack in (gate_up, down) for role in ("weight", "scale", "scale_2")))
+def _nvfp4_experts(gate_up: dict[str, Tensor], down: dict[str, Tensor], shared_last: bool) -> nn.Module:
+    stacks = (stack[role] for stack in (gate_up, down) for role in ("weight", "scale", "scale_2"))
+    return Nvfp4Experts(*stacks, shared_last)
 
 
 def _mxfp4_to_nvfp4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -160,7 +161,7 @@ FP8_BLOCK = Format(
     ignored=("input_scale",),
     out_block=fp8.BLOCK,
     linear=lambda t, groups: Fp8BlockLinear(t["weight"], t["scale"], groups),
-    experts=lambda gate_up, down: Fp8Experts(gate_up["weight"], gate_up["scale"], down["weight"], down["scale"]),
+    experts=lambda up, down, last: Fp8Experts(up["weight"], up["scale"], down["weight"], down["scale"], last),
 )
 # Held as NVFP4, to which it is cast without loss, so that there is one 4-bit format to run.
 MXFP4 = Format(
@@ -176,7 +177,7 @@ PLAIN = Format(
     name="plain",
     weight=Part("weight", ("weight",), FLOATS, lambda n, k: (n, k), _to_engine),
     linear=lambda t, groups: PlainLinear(t["weight"], groups),
-    experts=lambda gate_up, down: PlainExperts(gate_up["weight"], down["weight"]),
+    experts=lambda gate_up, down, shared_last: PlainExperts(gate_up["weight"], down["weight"], shared_last),
 )
 FORMATS = (NVFP4, NVFP4_RECIPROCAL, FP8_BLOCK, MXFP4, PLAIN)
 
@@ -194,7 +195,7 @@ def recognise(found: Mapping[str, Stored]) -> Format:
     another format are: a quantised weight is never read as if it were plain, nor a plain one as if it were quantised.
     """
     weight = next(found[suffix] for suffix in WEIGHT_SUFFIXES if suffix in found)
-    candidates = [form for form in FORMATS if _weight(form, found) is not None]
+    candidates = [form for form in FORMATS if weight_of(form, found) is not None]
     if not candidates:
         known = ", ".join(f"{'/'.join(form.weight.dtypes)} ({form.name})" for form in FORMATS)
         raise ValueError(f"{weight} has dtype {weight.dtype}, expected one of {known}; this format is not read")
@@ -216,7 +217,8 @@ def recognise(found: Mapping[str, Stored]) -> Format:
     return form
 
 
-def _weight(form: Format, found: Mapping[str, Stored]) -> Stored | None:
+def weight_of(form: Format, found: Mapping[str, Stored]) -> Stored | None:
+    """The weight itself among its tensors on disk, None if there is none that the format can read."""
     stored = [found[suffix] for suffix in form.weight.suffixes if suffix in found]
     return next((one for one in stored if one.dtype in form.weight.dtypes), None)
 
@@ -239,7 +241,7 @@ def find_parts(
     each is `halves` matrices one above the other (2: w1 and w3); then there may be one scalar for all, one for each
     expert, or one for each matrix. ValueError when a part has another dtype or shape than the format defines.
     """
-    weight = _weight(form, found)
+    weight = weight_of(form, found)
     if in_features % form.in_multiple:
         raise ValueError(
             f"{weight}: {form.name} needs in_features divisible by {form.in_multiple}, "

@@ -3,7 +3,7 @@
 A checkpoint decides the format weight by weight, so the model asks its source for "a linear of this name and size" and
 gets whichever of these fits. All tensors are buffers: inference only, static addresses. `fp32` serves the places whose
 result the official code keeps in float32 (compressors, the indexer's head weights, the output head). With `norm` the input
-goes through that RMSNorm first.
+goes through that RMSNorm first. `tensors` are the weight, its scale and its scale_2, as ops.project takes them.
 """
 
 import torch
@@ -26,6 +26,10 @@ class PlainLinear(nn.Module):
         self.groups = groups
         self.register_buffer("weight", weight)
 
+    @property
+    def tensors(self) -> tuple[Tensor, None, None]:
+        return self.weight, None, None
+
     def forward(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         x = normalised(x, norm, eps)
         if self.groups == 1:
@@ -45,6 +49,10 @@ class Fp8BlockLinear(nn.Module):
         self.groups = groups
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, None]:
+        return self.weight, self.scale, None
 
     def forward(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         return ops.linear_fp8_block(x, self.weight, self.scale, self.groups, norm, eps)
@@ -67,6 +75,11 @@ class Nvfp4Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("scale_2", scale_2)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """None where the input is to be quantised too."""
+        return (self.weight, self.scale, self.scale_2) if self.activation is None else None
+
     def forward(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         return ops.linear_nvfp4(x, self.weight, self.scale, self.scale_2, self.activation, self.groups, norm, eps)
 
@@ -76,40 +89,44 @@ class Nvfp4Linear(nn.Module):
 
 
 class PlainExperts(nn.Module):
-    """gate_up [E, 2I, H] (w1 then w3) and down [E, H, I] in the activations' dtype."""
+    """gate_up [E, 2I, H] (w1 then w3) and down [E, H, I] in the activations' dtype; `shared_last` as in ops.moe."""
 
-    takes_shared = False  # whether forward can add an FP8-block shared expert
+    takes_shared = False  # whether forward can add an FP8-block shared expert that is not in the stack
 
-    def __init__(self, gate_up: Tensor, down: Tensor):
+    def __init__(self, gate_up: Tensor, down: Tensor, shared_last: bool = False):
         super().__init__()
+        self.shared_last = shared_last
         self.register_buffer("gate_up", gate_up)
         self.register_buffer("down", down)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float) -> Tensor:
-        return ops.moe(x, experts, weights, self.gate_up, self.down, limit)
+        return ops.moe(x, experts, weights, self.gate_up, self.down, limit, self.shared_last)
 
 
 class Fp8Experts(nn.Module):
     """gate_up float8_e4m3fn [E, 2I, H] (w1 then w3) with scale float32 [E, 2 ceil(I/128), ceil(H/128)]; down
-    float8_e4m3fn [E, H, I] with scale float32 [E, ceil(H/128), ceil(I/128)]."""
+    float8_e4m3fn [E, H, I] with scale float32 [E, ceil(H/128), ceil(I/128)]; `shared_last` as in ops.moe_fp8."""
 
     takes_shared = False
 
-    def __init__(self, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor):
+    def __init__(self, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, shared_last: bool = False):
         super().__init__()
+        self.shared_last = shared_last
         self.register_buffer("gate_up", gate_up)
         self.register_buffer("gate_up_scale", gate_up_scale)
         self.register_buffer("down", down)
         self.register_buffer("down_scale", down_scale)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float) -> Tensor:
-        return ops.moe_fp8(x, experts, weights, self.gate_up, self.gate_up_scale, self.down, self.down_scale, limit)
+        stack = self.gate_up, self.gate_up_scale, self.down, self.down_scale
+        return ops.moe_fp8(x, experts, weights, *stack, limit, self.shared_last)
 
 
 class Nvfp4Experts(nn.Module):
     """gate_up uint8 [E, 2I, H/2] with scale [E, 2I, H/16] and scale_2 float32 [E, 2] (w1's, w3's); down uint8
-    [E, H, I/2] with scale [E, H, I/16] and scale_2 float32 [E]. Scales are float8_e4m3fn. With `activation` "nvfp4" the
-    inputs of both products are quantised too, by the slow ops.moe_nvfp4_w4a4."""
+    [E, H, I/2] with scale [E, H, I/16] and scale_2 float32 [E]. Scales are float8_e4m3fn; `shared_last` as in
+    ops.moe_nvfp4. With `activation` "nvfp4" the inputs of both products are quantised too, by the slow
+    ops.moe_nvfp4_w4a4."""
 
     activation: str | None = None
 
@@ -121,8 +138,10 @@ class Nvfp4Experts(nn.Module):
         down: Tensor,
         down_scale: Tensor,
         down_scale_2: Tensor,
+        shared_last: bool = False,
     ):
         super().__init__()
+        self.shared_last = shared_last
         self.register_buffer("gate_up", gate_up)
         self.register_buffer("gate_up_scale", gate_up_scale)
         self.register_buffer("gate_up_scale_2", gate_up_scale_2)
@@ -136,20 +155,13 @@ class Nvfp4Experts(nn.Module):
         return self.activation is None
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float, *shared: Tensor) -> Tensor:
-        op = ops.moe_nvfp4 if self.activation is None else ops.moe_nvfp4_w4a4
-        return op(
-            x,
-            experts,
-            weights,
-            self.gate_up,
-            self.gate_up_scale,
-            self.gate_up_scale_2,
-            self.down,
-            self.down_scale,
-            self.down_scale_2,
-            limit,
-            *shared,
+        stack = (
+            *(self.gate_up, self.gate_up_scale, self.gate_up_scale_2),
+            *(self.down, self.down_scale, self.down_scale_2),
         )
+        if self.activation is not None:
+            return ops.moe_nvfp4_w4a4(x, experts, weights, *stack, limit, self.shared_last)
+        return ops.moe_nvfp4(x, experts, weights, *stack, limit, *shared, shared_last=self.shared_last)
 
 
 def quantise_activations(model: nn.Module, activation: str) -> None:

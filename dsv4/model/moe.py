@@ -43,8 +43,8 @@ class MoE(nn.Module):
             self.register_buffer("tid2eid", source.tensor("gate.tid2eid", (config.vocab_size, k), torch.int64))
         else:
             self.register_buffer("bias", source.float32("gate.bias", (count,)))
-        self.experts = source.experts("experts", count, hidden, config.moe_intermediate_size)
-        self.shared_experts = SharedExpert(config, source.at("shared_experts"))
+        self.experts = source.experts("experts", count, hidden, config.moe_intermediate_size, "shared_experts")
+        self.shared_experts = None if self.experts.shared_last else SharedExpert(config, source.at("shared_experts"))
 
     def forward(self, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """x [T, H] -> [T, H]; the routed sum and the shared expert are added in float32 and rounded once."""
@@ -52,6 +52,8 @@ class MoE(nn.Module):
             experts, weights = ops.route_hash(x, self.gate, self.tid2eid, tokens, slots, self.scale)
         else:
             experts, weights = ops.route_topk(x, self.gate, self.bias, slots, self.k, self.scale)
+        if self.shared_experts is None:
+            return self.experts(x, experts, weights, self.limit)
         shared = self.shared_experts.fp8_weights() if self.experts.takes_shared else None
         if shared is not None:
             return self.experts(x, experts, weights, self.limit, *shared)

@@ -41,6 +41,8 @@ def _merge_alike(linears: list[nn.Module]) -> nn.Module:
 class SideBySide(nn.Module):
     """Linears of different formats, one call each."""
 
+    tensors = None
+
     def __init__(self, linears: Sequence[nn.Module]):
         super().__init__()
         self.linears = nn.ModuleList(linears)
@@ -66,6 +68,7 @@ class InputProjection(nn.Module):
         """-> (y [T, N],) or (y, z float32 [T, M])."""
         if self.exact is None:
             return (self.rounded(x),)
-        if isinstance(self.rounded, Fp8BlockLinear) and isinstance(self.exact, PlainLinear):
-            return ops.project(x, self.rounded.weight, self.rounded.scale, self.exact.weight)
-        return self.rounded(x), self.exact.fp32(x)
+        rounded, exact = self.rounded.tensors, self.exact.tensors
+        if rounded is None or exact is None:
+            return self.rounded(x), self.exact.fp32(x)
+        return ops.project(x, *rounded, *exact)

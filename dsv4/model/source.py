@@ -28,8 +28,11 @@ class Source(ABC):
         """A module of dsv4.model.linear for `name`.weight [out, in], in whatever format it is stored."""
 
     @abstractmethod
-    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> nn.Module:
-        """An expert stack of dsv4.model.linear from `name`.E.{w1,w2,w3}, or from its fused form."""
+    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int, shared: str | None = None) -> nn.Module:
+        """An expert stack of dsv4.model.linear from `name`.E.{w1,w2,w3}, or from its fused form.
+
+        Where the expert `shared`.{w1,w2,w3} is in the stack's format, it becomes the stack's last, and the module's
+        `shared_last` is true; otherwise it is left to be asked for."""
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """`tensor` in float32, for what is computed in float32 whatever the activations' dtype."""

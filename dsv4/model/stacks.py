@@ -51,6 +51,7 @@ class ExpertStack:
     """
 
     def __init__(self, count: int, halves: int, device: torch.device):
+        self.halves = halves
         self._leading = (count,) if halves == 1 else (count, halves)
         self._device = device
         self._stacks: dict[str, Tensor] = {}

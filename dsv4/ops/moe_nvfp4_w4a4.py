@@ -1,7 +1,8 @@
-"""moe_nvfp4_w4a4: the routed experts with NVFP4 weights and NVFP4 activations, emulated. A study option, off by default.
+"""moe_nvfp4_w4a4: the experts with NVFP4 weights and NVFP4 activations, emulated. A study option, off by default.
 
     h = silu(min(W1 q(x), limit)) * clamp(W3 q(x), -limit, limit)
     y = sum over the picked experts of W2 q(weight * h)
+and that of the shared expert, where it is the stack's last (`shared_last`), added as in dsv4.ops.moe.
 q quantises each row to NVFP4 and back (dsv4.ops.quantize_nvfp4), as fused W4A4 kernels do before either product; the rest
 is dsv4.ops.moe. h is quantised from float32, unrounded, with the routing weight in it: that weight scales all of a row
 and so changes its global scale only. There is no kernel. The weights of each picked expert are dequantised to float32 in
@@ -16,10 +17,27 @@ from dsv4.ops.moe import clamped_swiglu
 from dsv4.ops.nvfp4 import dequantize_nvfp4, through_nvfp4
 
 
+def _fake(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_scale_2: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_scale_2: Tensor,
+    limit: float,
+    shared_last: bool = False,
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=x.dtype if shared_last else torch.float32)
+
+
 @op(
     "moe_nvfp4_w4a4(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor gate_up_scale, "
-    "Tensor gate_up_scale_2, Tensor down, Tensor down_scale, Tensor down_scale_2, float limit) -> Tensor",
-    fake=lambda x, *_: x.new_empty(x.shape, dtype=torch.float32),
+    "Tensor gate_up_scale_2, Tensor down, Tensor down_scale, Tensor down_scale_2, float limit, bool shared_last=False) "
+    "-> Tensor",
+    fake=_fake,
 )
 def moe_nvfp4_w4a4_ref(
     x: Tensor,
@@ -32,10 +50,11 @@ def moe_nvfp4_w4a4_ref(
     down_scale: Tensor,
     down_scale_2: Tensor,
     limit: float,
+    shared_last: bool = False,
 ) -> Tensor:
     """The equations above. Few tokens go pick by pick, many through every expert in turn."""
     tokens, k = experts.shape
-    count, inter = down.shape[0], gate_up.shape[1] // 2
+    count, inter = down.shape[0] - shared_last, gate_up.shape[1] // 2
     rows = through_nvfp4(x.float())
     y = torch.zeros_like(rows)
 
@@ -53,11 +72,14 @@ def moe_nvfp4_w4a4_ref(
             one = slice(token, token + 1)
             for pick in range(k):
                 y[one] += expert(experts[token, pick : pick + 1].clamp(min=0), rows[one], shares[one, pick : pick + 1])
+    else:
+        for number in range(count):
+            share = torch.where(experts == number, weights, 0).sum(-1, keepdim=True)
+            y += expert(torch.full((1,), number, device=x.device), rows, share)
+    if not shared_last:
         return y
-    for number in range(count):
-        share = torch.where(experts == number, weights, 0).sum(-1, keepdim=True)
-        y += expert(torch.full((1,), number, device=x.device), rows, share)
-    return y
+    shared = expert(torch.full((1,), count, device=x.device), rows, torch.ones_like(rows[:, :1]))
+    return (y + shared.to(x.dtype).float()).to(x.dtype)
 
 
 def moe_nvfp4_w4a4(
@@ -71,8 +93,9 @@ def moe_nvfp4_w4a4(
     down_scale: Tensor,
     down_scale_2: Tensor,
     limit: float,
+    shared_last: bool = False,
 ) -> Tensor:
-    """As `moe_nvfp4`, with activations quantised too. Returns float32 [T, H]."""
+    """As `moe_nvfp4` without an FP8 expert, with activations quantised too."""
     return torch.ops.dsv4.moe_nvfp4_w4a4(
-        x, experts, weights, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2, limit
+        x, experts, weights, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2, limit, shared_last
     )

@@ -123,9 +123,7 @@ def _linear_cuda(
         return linear_nvfp4_ref(x, weight, scale, scale_2, activation, groups, norm, eps, out_fp32)
     n, k = weight.shape[0], x.shape[-1]
     kernels.check_linear("linear_nvfp4", FP4, x, n, groups, norm)
-    check_weight("linear_nvfp4 weight", weight, torch.uint8, (n, k // 2), x.device)
-    check_weight("linear_nvfp4 scale", scale, torch.float8_e4m3fn, (n, k // GROUP), x.device)
-    check_weight("linear_nvfp4 scale_2", scale_2, torch.float32, (n,) if scale_2.dim() else (), x.device)
+    check_nvfp4("linear_nvfp4 weight", weight, scale, scale_2, k, x.device)
     few = x.numel() // (groups * k) <= kernels.MAX_TOKENS
     if activation is not None or not few:
         x, norm = _prepared(x, activation, norm, eps), None
@@ -134,6 +132,18 @@ def _linear_cuda(
         return kernels.linear(FP4, x, weight, scale, scale_2, groups, norm, eps, dtype)
     y = kernels.grouped_matmul(x, kernels.dequantize(FP4, weight, scale, n, k), groups, torch.float32) * scale_2
     return y if out_fp32 else y.to(x.dtype)
+
+
+def check_nvfp4(
+    name: str, weight: Tensor, scale: Tensor | None, scale_2: Tensor | None, k: int, device: torch.device
+) -> None:
+    """ValueError unless the kernels can read the weight [N, k/2] and its scales."""
+    n = weight.shape[0]
+    if scale is None or scale_2 is None:
+        raise ValueError(f"{name}: uint8 codes without {'scale' if scale is None else 'scale_2'}, expected both")
+    check_weight(name, weight, torch.uint8, (n, k // 2), device)
+    check_weight(f"{name}'s scale", scale, torch.float8_e4m3fn, (n, k // GROUP), device)
+    check_weight(f"{name}'s scale_2", scale_2, torch.float32, (n,) if scale_2.dim() else (), device)
 
 
 @op(

@@ -252,7 +252,9 @@ class MetaSource(Source):
     def linear(self, name: str, out_features: int, in_features: int, groups: int = 1) -> PlainLinear:
         return PlainLinear(self.tensor(name, (out_features, in_features), self.dtype), groups)
 
-    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> PlainExperts:
+    def experts(
+        self, name: str, num_experts: int, hidden: int, intermediate: int, shared: str | None = None
+    ) -> PlainExperts:
         gate_up = self.tensor(name, (num_experts, 2 * intermediate, hidden), self.dtype)
         return PlainExperts(gate_up, self.tensor(name, (num_experts, hidden, intermediate), self.dtype))
 

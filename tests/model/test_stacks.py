@@ -6,7 +6,7 @@ import torch
 from dsv4.model.checkpoint import FolderSource
 from dsv4.model.stacks import ExpertStack, split_scalars
 from tests.model.checkpoints import refused, same, write
-from tests.model.format_checkpoints import nvfp4
+from tests.model.format_checkpoints import nvfp4, plain
 from tests.ops.cases import quantize_fp8_experts
 
 E, INTER, HIDDEN = 3, 48, 160
@@ -98,10 +98,9 @@ def test_fp8_blocks_that_w1_and_w3_share(tmp_path):
     refused(write(tmp_path, tensors), "rows divisible by 128", "asks for 48", request=ask)
 
 
-def test_fused_and_apart_are_the_same(tmp_path):
-    """The same experts as one tensor and as one for each expert and projection."""
-    fused, apart = fused_nvfp4(), {}
-    prefix = "layers.0.ffn.experts."
+def apart_nvfp4(fused: dict) -> dict:
+    """The same experts as one tensor for each expert and projection."""
+    apart, prefix = {}, "layers.0.ffn.experts."
     for expert in range(E):
         for suffix in ("weight", "weight_scale", "weight_scale_2"):
             ending = "" if suffix == "weight" else f"_{suffix}"
@@ -109,9 +108,60 @@ def test_fused_and_apart_are_the_same(tmp_path):
             w1, w3 = both.chunk(2) if both.ndim else (both, both)
             for name, value in (("w1", w1), ("w2", down), ("w3", w3)):
                 apart[f"{prefix}{expert}.{name}.{suffix}"] = value.clone()
+    return apart
+
+
+def test_fused_and_apart_are_the_same(tmp_path):
+    fused = fused_nvfp4()
     one, other = (
         ask(FolderSource(write(tmp_path / name, tensors), "cpu", torch.bfloat16))
-        for name, tensors in (("fused", fused), ("apart", apart))
+        for name, tensors in (("fused", fused), ("apart", apart_nvfp4(fused)))
     )
     for ours, theirs in zip(one.buffers(), other.buffers(), strict=True):
         assert same(ours, theirs)
+
+
+def ask_with_shared(source):
+    return source.at("layers").at("0").at("ffn").experts("experts", E, HIDDEN, INTER, "shared_experts")
+
+
+def shared_expert(form=nvfp4) -> dict:
+    shapes = {"w1": (INTER, HIDDEN), "w2": (HIDDEN, INTER), "w3": (INTER, HIDDEN)}
+    return {
+        f"layers.0.ffn.shared_experts.{name}.{suffix}": value
+        for name, shape in shapes.items()
+        for suffix, value in form(torch.randn(shape))[0].items()
+    }
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_shared_expert_of_the_same_format_is_the_last(apart, tmp_path):
+    experts, shared = fused_nvfp4(), shared_expert()
+    experts = apart_nvfp4(experts) if apart else experts
+    alone = ask(FolderSource(write(tmp_path / "alone", experts), "cpu", torch.bfloat16))
+    folder = write(tmp_path / "both", experts | shared)
+    FolderSource.check(folder, ask_with_shared, torch.bfloat16)
+    source = FolderSource(folder, "cpu", torch.bfloat16)
+    joined = ask_with_shared(source)
+    source.finish()  # nothing is left
+    assert joined.shared_last and not alone.shared_last
+    for ours, theirs in zip(joined.buffers(), alone.buffers(), strict=True):
+        assert same(ours[:E], theirs) and len(ours) == E + 1
+    prefix = "layers.0.ffn.shared_experts."
+    for suffix, name in (("weight", ""), ("weight_scale", "_scale"), ("weight_scale_2", "_scale_2")):
+        both = [shared[f"{prefix}{part}.{suffix}"] for part in ("w1", "w3")]
+        both = torch.stack(both) if both[0].ndim == 0 else torch.cat(both)
+        assert same(getattr(joined, f"gate_up{name}")[E], both)
+        assert same(getattr(joined, f"down{name}")[E], shared[f"{prefix}w2.{suffix}"])
+
+
+def test_a_shared_expert_of_another_format_stays_apart(tmp_path):
+    """Even if only one of its weights is."""
+    mixed = shared_expert() | {k: v for k, v in shared_expert(plain).items() if ".w2." in k}
+    mixed = {k: v for k, v in mixed.items() if ".w2." not in k or k.endswith("w2.weight")}
+    source = FolderSource(write(tmp_path, fused_nvfp4() | mixed), "cpu", torch.bfloat16)
+    experts = ask_with_shared(source)
+    assert not experts.shared_last and len(experts.down) == E
+    for name, size in (("w1", (INTER, HIDDEN)), ("w3", (INTER, HIDDEN)), ("w2", (HIDDEN, INTER))):
+        source.at("layers").at("0").at("ffn").at("shared_experts").linear(name, *size)
+    source.finish()

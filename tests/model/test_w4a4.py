@@ -55,7 +55,7 @@ def test_every_nvfp4_module_takes_part(tmp_path):
     for activation in (None, "nvfp4"):
         modules = load(tmp_path, activation=activation).model.modules()
         found = [module.activation for module in modules if isinstance(module, (Nvfp4Linear, Nvfp4Experts))]
-        assert len(found) > 25 and set(found) == {activation}
+        assert len(found) > 20 and set(found) == {activation}
 
 
 def test_refusals(tmp_path, capsys):

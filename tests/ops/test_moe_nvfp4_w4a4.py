@@ -59,6 +59,20 @@ def test_the_routing_weight_changes_no_code(draw):
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_last_expert_is_shared(tokens, dtype, draw):
+    """As one more pick, of weight 1, whose result is rounded before it is added."""
+    x, experts, weights, *rest = arguments(draw, tokens, dtype)
+    experts = experts.clamp(max=6)
+    none, every = experts.new_full((tokens, 1), -1), experts.new_full((tokens, 1), 7)
+    routed = ops.moe_nvfp4_w4a4(x, torch.cat((experts, none), 1), torch.nn.functional.pad(weights, (0, 1)), *rest)
+    shared = ops.moe_nvfp4_w4a4(x, every, torch.ones(tokens, 1), *rest)
+    actual = ops.moe_nvfp4_w4a4(x, experts, weights, *rest, shared_last=True)
+    assert actual.dtype == dtype
+    assert_near(actual, routed.double() + shared.to(dtype).double())
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
 def test_inert_tokens(tokens, draw):
     """Expert -1 is none: zeros for the token even if its x is NaN, and the other tokens keep their bits."""
     x, experts, *rest = arguments(draw, tokens, torch.float32)
