@@ -18,6 +18,7 @@ from dsv4.cli import add_model_arguments, add_sampling_arguments, note, sampling
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = """\
+/undo           take back the last message and its answer
 /reset          forget the conversation (the system prompt stays)
 /system TEXT    set the system prompt; without a text, remove it
 /help           this list
@@ -84,6 +85,8 @@ def chat(args: argparse.Namespace) -> int:
         progress=not args.quiet,
         activation=args.activation,
         deterministic=args.deterministic,
+        kv=args.kv,
+        index=args.index,
     )
     engine.encoding = encoding
     note(args, str(engine.load_report))
@@ -109,6 +112,7 @@ class Talk:
 
     def __init__(self, engine, args: argparse.Namespace, settings: dict, tools: list | None = None):
         self.engine, self.args, self.settings, self.tools = engine, args, settings, tools
+        self.slot = engine.hold()  # where the conversation stays, so that only what is new is read
         self.system: str | None = args.system
         self.history: list[dict] = []
         self.calls: list[dict] = []  # of the last answer; as many `results` as were given so far
@@ -165,7 +169,9 @@ class Talk:
         rest = rest.strip()
         if name in ("/quit", "/exit"):
             return True
-        if name == "/reset":
+        if name == "/undo":
+            self.undo()
+        elif name == "/reset":
             self.history, self.calls, self.results = [], [], []
         elif name == "/system":
             self.system = rest or None
@@ -174,6 +180,15 @@ class Talk:
         else:
             self.complain(f"no command {name}; /help lists the commands, and // begins a message with /")
         return False
+
+    def undo(self) -> None:
+        """Take back the last message of the user's and all that followed."""
+        asked = [number for number, message in enumerate(self.history) if message["role"] == "user"]
+        if not asked:
+            self.complain("there is nothing to undo")
+            return
+        note(self.args, f"(took back: {harmless(self.history[asked[-1]]['content']):.60})")
+        self.history, self.calls, self.results = self.history[: asked[-1]], [], []
 
     def result(self, text: str) -> None:
         """Take the result of a call; after the last one the model goes on."""
@@ -194,6 +209,8 @@ class Talk:
                 thinking=self.args.thinking,
                 effort=self.args.effort,
                 tools=self.tools,
+                slot=self.slot,
+                progress=False if self.args.quiet else None,
                 **self.settings,
             )
             with contextlib.closing(pieces):
@@ -231,7 +248,8 @@ class Talk:
             note(self.args, f"(cut off at {limit})")
         timing = last.timing
         rate = f", {timing.tokens_per_second:.1f} tokens/s" if timing.tokens_per_second else ""
-        note(self.args, f"({timing.prompt_tokens} + {timing.new_tokens} tokens{rate})")
+        kept = f", {timing.kept_tokens} not read again" if timing.kept_tokens else ""
+        note(self.args, f"({timing.prompt_tokens} + {timing.new_tokens} tokens{kept}{rate})")
 
     def complain(self, text: str) -> None:
         self.failed = True

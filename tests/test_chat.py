@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -102,6 +103,9 @@ class FakeEngine:
         self.calls, self.options, self.fail, self.last = [], None, None, None
         self.load_report = "loaded"
 
+    def hold(self) -> int:
+        return 0
+
     def stream_chat(self, messages, **options):
         self.calls.append(messages)
         self.options = options
@@ -161,6 +165,39 @@ def test_commands(talk):
         [("user", "/two"), ("assistant", "Hello"), ("user", "three")],
     ]
     assert "dsv4: error: no command /nope; /help lists the commands" in err and "/reset " in err
+    assert talk.engine.options["slot"] == 0
+
+
+def test_undo(talk):
+    status, _, err = talk("/undo\none\ntwo\n/undo\nthree\n/undo\n/undo\n/undo\nfour\n")
+    assert [contents(call) for call in talk.engine.calls] == [
+        [("user", "one")],
+        [("user", "one"), ("assistant", "Hello"), ("user", "two")],
+        [("user", "one"), ("assistant", "Hello"), ("user", "three")],
+        [("user", "four")],
+    ]
+    said = [line for line in err.splitlines() if "took back" in line or "error" in line]
+    nothing = "dsv4: error: there is nothing to undo"
+    assert said == [nothing, *[f"(took back: {text})" for text in ("two", "three", "one")], nothing]
+    assert status == 2
+
+
+def test_undo_of_a_call_takes_its_question_back(talk, tools):
+    talk.engine.tool_calls = [call(0, "Rome"), call(1, "Oslo")]
+    talk("one\nrain\n/undo\ntwo\n", "--tools", tools)
+    assert contents(talk.engine.calls[-1]) == [("user", "two")]
+
+
+def test_a_conversation_is_not_read_again(engine, capsys, monkeypatch):
+    """What the held slot saves on a real model: a turn reads what is new, an undone one nothing of what came before it."""
+    monkeypatch.setattr("dsv4.load", lambda *args, **settings: engine)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is a cat?\nAnd a dog?\n/undo\nThen a fox?\n"))
+    assert main(["chat", "--model", str(TINY), "--greedy", "--max-new-tokens", "12"]) == 0
+    out, err = capsys.readouterr()
+    engine.release(0)
+    found = re.findall(r"\((\d+) \+ (\d+) tokens(?:, (\d+) not read again)?", err)
+    first, second, again = (tuple(int(number or 0) for number in turn) for turn in found)
+    assert first[2] == 0 and second[2] == again[2] == first[0] + first[1] - 1 and len(out.splitlines()) == 3
 
 
 def test_an_error_takes_the_message_back(talk):

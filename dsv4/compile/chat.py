@@ -1,11 +1,10 @@
 """A chat answer: a completion taken apart into reasoning, content and tool calls."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dsv4.compile.requests import Request
 from dsv4.compile.sampling import Completion
-from dsv4.compile.scheduler import Scheduler
 from dsv4.model.encoding_tools import AnswerStream, ChatPiece
 
 
@@ -25,10 +24,10 @@ class ChatCompletion(Completion):
     message: dict
 
 
-def run_chat(scheduler: Scheduler, request: Request, answer: AnswerStream) -> Iterator[ChatPiece]:
-    """Generate for a request and yield the pieces of its answer as they become certain."""
+def run_chat(steps: Iterable, request: Request, answer: AnswerStream) -> Iterator[ChatPiece]:
+    """Take the steps of a request's run and yield the pieces of its answer as they become certain."""
     taken = 0
-    for _ in scheduler.run([request]):
+    for _ in steps:
         for token in request.token_ids[taken:]:
             yield from answer.push(token)
         taken = len(request.token_ids)

@@ -35,17 +35,17 @@ class PromptQueue:
 
     def __init__(self, sizes: list[int], apart: bool = False):
         self._sizes, self._apart = sizes, apart
-        self._waiting: deque[tuple[int, list[int]]] = deque()
+        self._waiting: deque[tuple[int, list[int], int]] = deque()
         self._done = 0  # tokens of the first one that are in chunks already
         self._left = 0
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def push(self, slot: int, ids: list[int]) -> None:
-        """Put a prompt at the end. An empty one has nothing to run and is not kept."""
+    def push(self, slot: int, ids: list[int], position: int = 0) -> None:
+        """Put a prompt, or its part from `position` on, at the end. An empty one has nothing to run and is not kept."""
         if ids:
-            self._waiting.append((slot, ids))
+            self._waiting.append((slot, ids, position))
             self._left += len(ids)
 
     def pop(self) -> Chunk:
@@ -57,8 +57,8 @@ class PromptQueue:
         slots: list[int] = []
         pieces: list[Piece] = []
         while self._waiting and len(tokens) < size and not (self._apart and pieces):
-            slot, ids = self._waiting[0]
-            start, part = self._done, ids[self._done : self._done + size - len(tokens)]
+            slot, ids, position = self._waiting[0]
+            start, part = position + self._done, ids[self._done : self._done + size - len(tokens)]
             pieces.append(Piece(slot, len(tokens), start, len(part)))
             tokens += part
             positions += range(start, start + len(part))

@@ -16,6 +16,7 @@ class Request:
         max_new_tokens: int,
         stop_ids: frozenset[int],
         tokenizer: Tokenizer | None,
+        slot: int | None = None,
     ):
         self.prompt, self.params = prompt, params
         self.max_new_tokens, self.stop_ids = max_new_tokens, stop_ids
@@ -23,6 +24,7 @@ class Request:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.launched = 0  # decode steps that were given to the device for it
+        self.slot = slot  # the held slot it continues; None is any that is free
         self.prefill_clock = None  # set at admission
         self.timing = Timing(prompt_tokens=len(prompt))
         self._submitted = time.perf_counter()
@@ -66,6 +68,11 @@ class Request:
             piece += self._stream.flush()
         self._pieces.append(piece)
         return piece
+
+    @property
+    def stopped_itself(self) -> bool:
+        """Whether the device knew that it was finished, so that it ran nothing beyond."""
+        return self.finish_reason == "length" or (bool(self.token_ids) and self.token_ids[-1] in self.stop_ids)
 
     @property
     def answer(self) -> str:

@@ -81,13 +81,14 @@ class TokenLogprob:
 class Timing:
     """Seconds by the host's clock. `time_to_first_token` counts from submission. `prefill_seconds` runs from the moment a
     slot was free to the end of the prompt, decode steps of others between its chunks included; `tokens_per_second` is of
-    the tokens after the first."""
+    the tokens after the first. `kept_tokens` of the prompt were in a held slot already."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     time_to_first_token: float = 0.0
     decode_seconds: float = 0.0
+    kept_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -8,7 +8,6 @@ how many rows were waiting beside it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -37,17 +36,18 @@ class _Target:
     owner: int
 
 
-def score(runner: Runner, requests: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
-    """One Score for each (context ids, continuation ids), in order. ValueError before anything runs if one is bad.
+def score(runner: Runner, slots: list[int], requests: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
+    """One Score for each (context ids, continuation ids), in order, using these slots. ValueError before anything runs if
+    one is bad.
 
     Requests that differ in nothing but their last token run once: choices of one token cost one forward.
     """
     sequences = _sequences(requests, runner)
     head = _Head(runner)
     waiting = iter(sequences.items())
-    while wave := list(islice(waiting, runner.cache.num_slots)):
-        for chunk in runner.chunks([(slot, list(ids)) for slot, (ids, _) in enumerate(wave)]):
-            head.add(runner.prefill(chunk), *_wanted(chunk, [targets for _, targets in wave]))
+    while wave := dict(zip(slots, waiting, strict=False)):
+        for chunk in runner.chunks([(slot, list(ids)) for slot, (ids, _) in wave.items()]):
+            head.add(runner.prefill(chunk), *_wanted(chunk, {slot: targets for slot, (_, targets) in wave.items()}))
     logprobs: list[list[float]] = [[] for _ in requests]
     best: list[list[int]] = [[] for _ in requests]
     for target, logprob, token in head.finish():  # a request's tokens come in their order
@@ -83,8 +83,9 @@ def _sequences(requests: Sequence[tuple[list[int], list[int]]], runner: Runner) 
     return sequences
 
 
-def _wanted(chunk: Chunk, targets: list[list[_Target]]) -> tuple[list[int], list[_Target]]:
-    """Which rows of a chunk predict something, and what; a row appears once for each of its targets."""
+def _wanted(chunk: Chunk, targets: dict[int, list[_Target]]) -> tuple[list[int], list[_Target]]:
+    """Which rows of a chunk predict something, and what, given the targets in each slot; a row appears once for each of
+    its targets."""
     rows, found = [], []
     for piece in chunk.pieces:
         shift = piece.start - piece.position
