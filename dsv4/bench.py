@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+from dsv4.cli import add_cache_arguments
+
 GIB = 2**30
 
 
@@ -32,6 +34,7 @@ def add_bench(commands) -> None:
     parser.add_argument("--layers", default="6,12", metavar="N[,M]", help="depths; default: 6,12")
     parser.add_argument("--batch", default="1", metavar="B[,B...]", help="sequences decoded together; default: 1")
     parser.add_argument("--context", type=int, default=4096, metavar="N", help="position of the timed step; default: 4096")
+    add_cache_arguments(parser)
     parser.add_argument(
         "--format", default="nvfp4-experts", metavar="NAME", help="nvfp4-experts (default), mxfp4, all-nvfp4 or bf16"
     )
@@ -62,6 +65,8 @@ def bench(args: argparse.Namespace) -> int:
 
     from dsv4.bench_ops import OpTime, plot
     from dsv4.bench_peer import transformers_layer
+    from dsv4.model import config as configs
+    from dsv4.model.cache import choose_formats
 
     layers = sorted(set(parse_numbers("--layers", args.layers, 2)))
     batches = parse_numbers("--batch", args.batch, 8)
@@ -71,6 +76,7 @@ def bench(args: argparse.Namespace) -> int:
         raise ValueError("--plot needs matplotlib, which is not installed; install it with: pip install 'dsv4[plot]'")
     if not torch.cuda.is_available():
         raise ValueError("bench needs a CUDA device, and PyTorch sees none; nothing was run")
+    args.kv, args.index = choose_formats(getattr(configs, args.widths)(), args.kv, args.index, args.context)
     bandwidth = copy_bandwidth()
     results = []
     for depth in layers:
@@ -81,7 +87,7 @@ def bench(args: argparse.Namespace) -> int:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "copy_bytes_per_second": bandwidth,
-        **{key: getattr(args, key) for key in ("widths", "format", "context", "replays", "eager")},
+        **{key: getattr(args, key) for key in ("widths", "format", "context", "kv", "index", "replays", "eager")},
         "steps": results,
         "layer": per_layer(results, bandwidth),
     }
@@ -127,19 +133,19 @@ def measure(args: argparse.Namespace, depth: int, batches: list[int], with_ops: 
     from dsv4.compile.step import DecodeState, decode_step
     from dsv4.model import config as configs
     from dsv4.model.cache import Cache
-    from dsv4.model.plan import buffer_bytes, step_bytes
-    from dsv4.model.random_source import RandomSource
+    from dsv4.model.plan import Sizes, buffer_bytes, step_bytes
+    from dsv4.model.random_source import RandomSource, fill_cache
     from dsv4.model.transformer import Transformer
 
-    config = configs.excerpt(getattr(configs, args.widths)(), depth)
+    room = -(-(args.context + args.replays + 64) // 128) * 128  # the replays go on from the context
+    config = configs.excerpt(getattr(configs, args.widths)(), depth, max_position_embeddings=room)
     device = torch.device("cuda")
     with torch.no_grad():
         model = Transformer(config, RandomSource(device, form=args.format))
         for batch in batches:
-            room = -(-(args.context + args.replays + 64) // 128) * 128
-            cache = Cache(config, batch, room, torch.bfloat16, device)
-            for buffer in cache.buffers():
-                buffer.normal_()
+            cache = Cache(config, batch, room, torch.bfloat16, device, args.kv, args.index)
+            fill_cache(cache, config)
+            sizes = Sizes(batch, args.context, torch.bfloat16, args.kv, args.index)
             state = DecodeState(batch, config.vocab_size, device)
             start = time.perf_counter()
             step = partial(decode_step if args.eager else compile_step(decode_step), model, cache, state)
@@ -159,7 +165,7 @@ def measure(args: argparse.Namespace, depth: int, batches: list[int], with_ops: 
                 "batch": batch,
                 "seconds": statistics.median(seconds),
                 "spread": (seconds[-len(seconds) // 10 or -1] - seconds[len(seconds) // 10]),
-                "bytes": step_bytes(buffer_bytes(model), config, batch, args.context),
+                "bytes": step_bytes(buffer_bytes(model), config, sizes),
                 "compile_seconds": compiled,
                 "memory": allocated,
                 "kernels": kernels(replay),
@@ -240,7 +246,8 @@ def text(report: dict) -> str:
     bandwidth = report["copy_bytes_per_second"]
     lines = [
         f"{report['device']}, torch {report['torch']}, device copy {bandwidth / 1e12:.2f} TB/s; V4-{report['widths']} "
-        f"widths, {report['format']}, context {report['context']}, median of {report['replays']} replays",
+        f"widths, {report['format']}, context {report['context']}, cache rows {report['kv']} and index keys "
+        f"{report['index']}, median of {report['replays']} replays",
         f"{'layers':>6} {'batch':>5} {'ms/step':>8} {'spread':>7} {'GB read':>8} {'floor ms':>8} {'of floor':>8} "
         f"{'kernels':>7} {'compile s':>9} {'GiB':>6}",
     ]

@@ -134,11 +134,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"sequences at a time; default: all prompts, up to {_MAX_DEFAULT_BATCH}",
     )
-    model.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens per step")
+    add_cache_arguments(model)
+    model.add_argument(
+        "--prefill-chunk", type=int, metavar="N", help="prompt tokens a step; default: 2048 on CUDA, 512 on a CPU"
+    )
     model.add_argument("--no-compile", action="store_true", help="run the same step without torch.compile")
     model.add_argument("--deterministic", action="store_true", help="the same bits whatever else is in flight; slower")
     model.add_argument(
         "--activation", choices=("nvfp4",), help="quantise what meets 4-bit weights too: W4A4, emulated and slow"
+    )
+
+
+def add_cache_arguments(parser, default: str | None = "auto") -> None:
+    """The formats of the cache, for every subcommand that makes one."""
+    long = "auto (default): plain up to 65536 tokens of context"
+    parser.add_argument("--kv", choices=("auto", "bf16", "fp8"), default=default, help=f"cache rows; {long}, then fp8")
+    parser.add_argument(
+        "--index", choices=("auto", "bf16", "fp8", "fp4"), default=default, help=f"index keys; {long}, then fp4"
     )
 
 
@@ -161,17 +173,20 @@ def generate(args: argparse.Namespace) -> int:
         progress=not args.quiet,
         activation=args.activation,
         deterministic=args.deterministic,
+        kv=args.kv,
+        index=args.index,
     )
     note(args, str(engine.load_report))
     if args.prefill_only:
         return prefill_only(engine, prompts, args)
     start = time.perf_counter()
+    progress = False if args.quiet else None
     if len(prompts) == 1 and not args.json and not args.no_stream and engine.tokenizer is not None:
-        print_stream(engine.stream(prompts[0], **settings))
+        print_stream(engine.stream(prompts[0], progress=progress, **settings))
         completions = [engine.last]
         print_logprobs(engine.last, engine.tokenizer)
     else:
-        completions = engine.generate(prompts, progress=False if args.quiet else None, **settings)
+        completions = engine.generate(prompts, progress=progress, **settings)
         for index, completion in enumerate(completions):
             if args.json:
                 print(json.dumps(completion_json(index, completion), ensure_ascii=False), flush=True)
@@ -187,7 +202,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def prefill_only(engine, prompts: list, args: argparse.Namespace) -> int:
     for index, prompt in enumerate(prompts):
-        timing = engine.prefill(prompt)
+        timing = engine.prefill(prompt, progress=False if args.quiet else None)
         rate = timing.prompt_tokens / timing.prefill_seconds
         if args.json:
             values = {"index": index, "prompt_tokens": timing.prompt_tokens, "prefill_seconds": timing.prefill_seconds}

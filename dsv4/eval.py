@@ -22,8 +22,9 @@ import dsv4
 from dsv4.compile.engine import Engine
 from dsv4.compile.progress import watched
 from dsv4.compile.requests import Request
-from dsv4.eval_cache import fingerprint, guard, keyed_path
+from dsv4.eval_cache import guard, keyed_path
 from dsv4.eval_requests import Refused, decoding, fit_context
+from dsv4.model.fingerprint import fingerprint
 
 try:
     from lm_eval import utils
@@ -45,7 +46,8 @@ class Dsv4LM(TemplateLM):
     batch_size: slots, an integer; "auto" is refused, because memory is taken once, at load. max_length: context window in
     tokens, default the checkpoint's or 8192, whichever is less. max_gen_toks: where a task does not say, default 256 or
     half the window. thinking, effort: of the chat template; with thinking the reasoning is cut from answers, and
-    log-likelihoods are refused. device, dtype, prefill_chunk, compile, activation and deterministic as in `dsv4.load`.
+    log-likelihoods are refused. device, dtype, prefill_chunk, compile, activation, deterministic, kv and index as in
+    `dsv4.load`.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Dsv4LM(TemplateLM):
         compile: bool | None = None,
         activation: str | None = None,
         deterministic: bool | None = None,
+        kv: str | None = None,
+        index: str | None = None,
         thinking: bool = False,
         effort: str | None = None,
         **unknown,
@@ -77,7 +81,7 @@ class Dsv4LM(TemplateLM):
         if isinstance(given, Engine):
             self.engine = given
             settings = {"device": device, "dtype": dtype, "prefill_chunk": prefill_chunk, "compile": compile}
-            settings |= {"activation": activation, "deterministic": deterministic}
+            settings |= {"activation": activation, "deterministic": deterministic, "kv": kv, "index": index}
             named = [name for name, value in settings.items() if value is not None]
             if named:
                 raise ValueError(f"model arguments: {', '.join(named)} of an Engine are set when it is loaded")
@@ -85,7 +89,7 @@ class Dsv4LM(TemplateLM):
                 raise ValueError(f"batch_size={batch_size}, but the Engine was loaded with max_batch={self.batch_size}")
         else:
             self.engine = _load(
-                given, batch_size, max_length, device, dtype, prefill_chunk, compile, activation, deterministic
+                given, batch_size, max_length, device, dtype, prefill_chunk, compile, activation, deterministic, kv, index
             )
         window = self.engine.cache.max_context
         self._max_length = window if max_length is None else _whole("max_length", max_length)
@@ -175,7 +179,7 @@ class Dsv4LM(TemplateLM):
                 "version": dsv4.__version__,
                 "torch": torch.__version__,
                 "device": self.device.type,
-                "cache": [str(buffer.dtype) for buffer in self.engine.cache.buffers()],
+                "cache": [str(self.engine.model.embed.dtype), self.engine.cache.kv, self.engine.cache.index],
                 "lengths": [self.max_length, self.max_gen_toks],
                 "chat": [self.thinking, self.effort],
                 "activation": self.engine.load_report.activation,
@@ -334,7 +338,9 @@ class Dsv4LM(TemplateLM):
             _log.warning(text)
 
 
-def _load(folder, batch_size, max_length, device, dtype, prefill_chunk, compile, activation, deterministic) -> Engine:
+def _load(
+    folder, batch_size, max_length, device, dtype, prefill_chunk, compile, activation, deterministic, kv, index
+) -> Engine:
     from dsv4.model.config import ModelConfig
 
     window = min(ModelConfig.from_folder(folder).max_position_embeddings, 8192)
@@ -344,11 +350,13 @@ def _load(folder, batch_size, max_length, device, dtype, prefill_chunk, compile,
         dtype=dtype,
         max_batch=8 if batch_size is None else _whole("batch_size", batch_size),
         max_context=window if max_length is None else _whole("max_length", max_length),
-        prefill_chunk=512 if prefill_chunk is None else _whole("prefill_chunk", prefill_chunk),
+        prefill_chunk=None if prefill_chunk is None else _whole("prefill_chunk", prefill_chunk),
         compile=True if compile is None else _flag("compile", compile),
         progress=True,
         activation=activation,
         deterministic=deterministic is not None and _flag("deterministic", deterministic),
+        kv="auto" if kv is None else kv,
+        index="auto" if index is None else index,
     )
 
 

@@ -15,8 +15,8 @@ def add_eval(commands) -> None:
         description="Run lm-evaluation-harness on a checkpoint folder. Arguments that are not listed here go to the "
         "harness as they are: --tasks, --include_path, --limit, --batch_size (default here: 8), --apply_chat_template, "
         "--use_cache, --output_path, --log_samples, --gen_kwargs and others (lm-eval run --help). --model_args takes "
-        "max_length, max_gen_toks, dtype (bf16, fp32), thinking, effort, prefill_chunk, compile, deterministic and "
-        "activation (nvfp4).",
+        "max_length, max_gen_toks, dtype (bf16, fp32), thinking, effort, prefill_chunk, compile, deterministic, "
+        "activation (nvfp4), kv (bf16, fp8) and index (bf16, fp8, fp4).",
         epilog="example: dsv4 eval --model examples/tiny --include_path examples/eval --tasks dsv4_offline",
         allow_abbrev=False,
     )
@@ -27,7 +27,8 @@ def add_eval(commands) -> None:
         nargs=2,
         metavar=("A", "B"),
         help="how far their predictions differ; each FOLDER, FOLDER,dtype=fp32,device=cpu,activation=nvfp4,compile=False,"
-        "prefill_chunk=64,deterministic=True, or FOLDER,transformers,dtype=fp32,device=cpu for transformers' own model",
+        "prefill_chunk=64,deterministic=True,kv=fp8,index=fp4, or FOLDER,transformers,dtype=fp32,device=cpu for "
+        "transformers' own model",
     )
     pair.add_argument("--texts", metavar="FILE", help="what to predict: plain text, or .jsonl with a field text")
     pair.add_argument("--items", type=int, default=100, metavar="N", help="texts to take at most; default: 100")
@@ -69,8 +70,9 @@ def evaluate(args: argparse.Namespace) -> int:
 
     import dsv4
     import dsv4.eval  # registers the model
-    from dsv4.eval_cache import fingerprint, keyed_path
+    from dsv4.eval_cache import keyed_path
     from dsv4.model.config import ModelConfig
+    from dsv4.model.fingerprint import fingerprint
 
     ModelConfig.from_folder(args.model)  # a wrong folder shows before the harness reads all of its tasks
     command = HarnessCLI()._parser.parse_args(["run", *args.forwarded])

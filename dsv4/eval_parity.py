@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 _SETTINGS = {"dtype": str, "device": str, "compile": bool, "prefill_chunk": int, "activation": str, "deterministic": bool}
+_SETTINGS |= {"kv": str, "index": str}
 _OF_TRANSFORMERS = {"dtype", "device"}
 _RESAMPLES = 2000
 

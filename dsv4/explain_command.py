@@ -9,13 +9,14 @@ import os
 import sys
 from pathlib import Path
 
+from dsv4.cli import add_cache_arguments
 from dsv4.compile.explain.baseline import Change, compare, comparison_text
 from dsv4.compile.explain.report import STAGES, Report
 from dsv4.compile.explain.text import text
 
 # What --fail-on takes, and the stage that decides it.
 FAILURES = {"break": 2, "recompile": 3, "skip": 4, "sync": 5, "alloc": 5}
-MODEL_OPTIONS = ("device", "dtype", "max_context", "max_batch")  # of dsv4.load
+MODEL_OPTIONS = ("device", "dtype", "max_context", "max_batch", "kv", "index")  # of dsv4.load
 STDOUT = "-"
 
 
@@ -39,6 +40,7 @@ def add_explain(commands) -> None:
     what.add_argument("--dtype", choices=("bf16", "fp32"), help="of the model's activations; default: the checkpoint's")
     what.add_argument("--max-context", type=int, metavar="N", help="of the model: tokens per sequence; default: 1024")
     what.add_argument("--max-batch", type=int, metavar="N", help="of the model: sequences at a time; default: 1")
+    add_cache_arguments(what, default=None)
     what.add_argument(
         "--stages", metavar="1,2,3", help="default: all of " + ", ".join(f"{n} {s}" for n, s in STAGES.items())
     )

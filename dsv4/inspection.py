@@ -7,7 +7,9 @@ import argparse
 import gc
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
+
+from dsv4.cli import add_cache_arguments
 
 SHORT = {
     "sliding_attention": "sliding",
@@ -32,6 +34,7 @@ def add_inspect(commands) -> None:
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of each GPU; default: only say what is needed")
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens per sequence; default: 4096")
     parser.add_argument("--max-batch", type=int, default=1, metavar="N", help="sequences at a time; default: 1")
+    add_cache_arguments(parser)
     parser.add_argument(
         "--bandwidth", type=float, default=H200_COPY, metavar="TB/S", help=f"of each GPU; default: {H200_COPY} (H200)"
     )
@@ -141,54 +144,53 @@ def sizes(args: argparse.Namespace, config, weights: dict[str, int], dtype) -> d
     from dsv4.model import plan
 
     context = min(4096, config.max_position_embeddings) if args.max_context is None else args.max_context
+    asked = plan.Sizes(args.max_batch, context, dtype, args.kv, args.index)
+    kv, index = asked.formats(config)
     plan.check_gpus(config, args.gpus)
     each = plan.on_each_gpu(weights, args.gpus)
     steps = []
     for batch in sorted({1, args.max_batch}):
-        read = plan.step_bytes(each, config, batch, context, dtype.itemsize)
+        read = plan.step_bytes(each, config, replace(asked, batch=batch))
         seconds = read / (args.bandwidth * 1e12)
         steps.append({"batch": batch, "context": context, "bytes": read, "floor_seconds": seconds})
-    states = plan.layer_states(config, dtype)
-    longest = config.max_position_embeddings
+    states = plan.layer_states(config, asked)
+    one = replace(asked, batch=1)
+    longest = replace(one, context=config.max_position_embeddings)
     cache = {
+        "kv": kv,
+        "index": index,
         "layers": {
             SHORT[kind]: {"layers": s.layers, "fixed_bytes": s.fixed_bytes, "bytes_per_token": s.bytes_per_token}
             for kind, s in states.items()
         },
         "fixed_bytes_per_sequence": sum(state.fixed_bytes for state in states.values()),
         "bytes_per_token": sum(state.bytes_per_token for state in states.values()),
-        "per_sequence": {str(n): plan.cache_bytes(config, 1, n, dtype) for n in dict.fromkeys((context, longest))},
+        "per_sequence": {str(size.context): plan.cache_bytes(config, size) for size in dict.fromkeys((one, longest))},
+        "longest_formats": longest.formats(config),
     }
     out = {"bandwidth": args.bandwidth * 1e12, "steps": steps, "cache": cache}
-    need = plan.plan(weights, config, args.max_batch, context, args.gpus, dtype)
-    out["memory"] = {name: getattr(need, name) for name in ("gpus", "batch", "context", "weights", "cache", "working")}
-    out["memory"]["total"] = need.total
+    need = plan.plan(weights, config, asked, args.gpus)
+    out["memory"] = {"gpus": args.gpus, "batch": args.max_batch, "context": context}
+    out["memory"] |= {name: getattr(need, name) for name in ("weights", "cache", "working", "total")}
     if args.memory is not None:
-        out["fit"] = fit(args, config, weights, dtype, need)
+        out["fit"] = fit(args, config, weights, need)
     return out
 
 
-def fit(args: argparse.Namespace, config, weights: dict[str, int], dtype, need) -> dict:
+def fit(args: argparse.Namespace, config, weights: dict[str, int], need) -> dict:
     """Whether the plan fits --memory on each GPU, by how much it does not, and the longest context that does."""
     from dsv4.model import plan
 
     memory = int(args.memory * plan.GIB)
-    short = need.total - memory
-    longest = plan.longest_context(weights, config, memory, args.max_batch, args.gpus, dtype)
-    where = f"{args.memory:g} GiB" + (f" on each of {args.gpus} GPUs" if args.gpus > 1 else "")
-    what = f"{args.max_batch} x {need.context} tokens"
-    if short > 0:
-        at_most = f"; at most {longest} tokens fit" if longest else ", and no shorter context fits"
-        words = f"{what} do not fit {where}, {short / plan.GIB:.2f} GiB are lacking{at_most}"
-    else:
-        words = f"{what} fit {where}, {-short / plan.GIB:.2f} GiB are left; the longest context that fits is {longest}"
-    runs = short <= 0
+    longest = plan.longest_context(weights, config, need.sizes, memory, args.gpus)
+    words, runs = plan.fit_text(need, longest, memory), need.total <= memory
     if args.gpus > plan.MAX_GPUS:
-        one = plan.plan(weights, config, args.max_batch, need.context, plan.MAX_GPUS, dtype).total
+        one = plan.plan(weights, config, need.sizes, plan.MAX_GPUS).total
         runs = runs and one <= memory
-        today = f"dsv4 runs on {plan.MAX_GPUS} GPU today, where {what} need {one / plan.GIB:.2f} GiB"
-        words = f"{today}; in the layout planned for {args.gpus} GPUs {words}"
-    return {"memory": memory, "fits": runs, "lacking": max(short, 0), "longest_context": longest, "text": words}
+        what = f"{need.sizes.batch} x {need.sizes.context} tokens need {one / plan.GIB:.2f} GiB"
+        words = f"dsv4 runs on {plan.MAX_GPUS} GPU today, where {what}; in the layout planned for {args.gpus} GPUs {words}"
+    lacking = max(need.total - memory, 0)
+    return {"memory": memory, "fits": runs, "lacking": lacking, "longest_context": longest, "text": words}
 
 
 def text(out: dict) -> str:
@@ -232,9 +234,14 @@ def text(out: dict) -> str:
             growth = f"{size_text(state['bytes_per_token'])} a token" if state["bytes_per_token"] else "no growth"
             lines.append(f"cache of {state['layers']} {kind} layers: {growth}, {size_text(state['fixed_bytes'])} fixed")
         lines.append(
-            f"cache of a sequence: {size_text(cache['bytes_per_token'])} a token and "
-            f"{size_text(cache['fixed_bytes_per_sequence'])} fixed; "
+            f"cache of a sequence, rows in {cache['kv']} and index keys in {cache['index']}: "
+            f"{size_text(cache['bytes_per_token'])} a token and {size_text(cache['fixed_bytes_per_sequence'])} fixed; "
             + ", ".join(f"{n} tokens {nbytes / GIB:.3f} GiB" for n, nbytes in cache["per_sequence"].items())
+            + (
+                ""
+                if cache["longest_formats"] == (cache["kv"], cache["index"])
+                else " ({} and {})".format(*cache["longest_formats"])
+            )
         )
         each = f" on each of {memory['gpus']} GPUs (tensor parallel)" if memory["gpus"] > 1 else ""
         lines.append(

@@ -218,6 +218,10 @@ LOAD = [
     ({"max_context": 4097}, ("max_context", "4097", "4096")),
     ({"prefill_chunk": 0}, ("prefill_chunk", "0")),
     ({"prefill_chunk": -5}, ("prefill_chunk", "-5")),
+    ({"kv": "fp4"}, ("kv", "auto, bf16, fp8", "'fp4'")),
+    ({"kv": None}, ("kv", "None")),
+    ({"kv": "fp8"}, ('kv="fp8"', "multiple of 64", "128 of which 16", 'kv="bf16"')),
+    ({"index": "int8"}, ("index", "auto, bf16, fp8, fp4", "'int8'")),
 ]
 
 

@@ -9,9 +9,12 @@ from dsv4 import bench, cli
 from dsv4.model import config as configs
 from dsv4.model.cache import Cache
 from dsv4.model.linear import Fp8BlockLinear, Nvfp4Experts, Nvfp4Linear, PlainExperts, PlainLinear
-from dsv4.model.plan import buffer_bytes, step_bytes
-from dsv4.model.random_source import FORMATS, RandomSource
+from dsv4.model.plan import Sizes, buffer_bytes, step_bytes
+from dsv4.model.random_source import FORMATS, RandomSource, fill_cache
 from dsv4.model.transformer import Transformer
+from dsv4.ops.row_formats import keys_of, rows_of
+
+PLAIN, COMPACT = ("bf16", "bf16"), ("fp8", "fp4")
 
 
 def narrow(layers: int):
@@ -67,19 +70,26 @@ def test_random_weights_have_the_modules_of_their_format(form):
 
 def test_bytes_of_the_releases():
     """The figures of a whole step at batch 1 and 4,096 tokens, within 2 % of the counts made from the tensor list:
-    11.43 GB (Flash) and 40.44 GB (Pro) with 584-byte rows; here rows are 1,024 and index keys 256 bytes."""
+    11.43 GB (Flash) and 40.44 GB (Pro) with 584-byte rows; plain ones are 1,024 and index keys 256 bytes."""
     for config, expected in ((configs.flash(), 11.43e9), (configs.pro(), 40.44e9)):
-        model = Transformer(config, MetaSource())
-        assert step_bytes(buffer_bytes(model), config, 1, 4096) == pytest.approx(expected, rel=0.02)
+        weights = buffer_bytes(Transformer(config, RandomSource("meta")))
+        plain, compact = (step_bytes(weights, config, Sizes(kv=kv, index=index)) for kv, index in (PLAIN, COMPACT))
+        assert compact < plain and [plain, compact] == pytest.approx([expected] * 2, rel=0.02)
 
 
-class MetaSource(RandomSource):
-    """RandomSource's shapes and dtypes without memory."""
-
-    def __init__(self):
-        super().__init__("cpu")
-        self.device = torch.device("meta")
-        self._generator = None
+@pytest.mark.parametrize(("kv", "index"), [PLAIN, COMPACT, ("fp8", "fp8")])
+def test_random_state_is_of_unit_size(kv, index):
+    """In every format and every row, with more rows than are drawn at a time."""
+    config = configs.excerpt(narrow(3), 2, first=0)
+    cache = Cache(config, 2, 70_000, kv=kv, index=index)
+    fill_cache(cache, config)
+    [csa] = (layer for layer in cache.layers if layer.indexer is not None)
+    rows = rows_of(csa.compressor.entries, 512, 64, torch.float32)
+    keys = keys_of(csa.indexer.entries, 128, torch.float32)
+    for values in (rows, keys, rows_of(csa.ring, 512, 64, torch.float32), csa.compressor.c_ring):
+        spread = values.std(-1)
+        assert ((spread > 0.6) & (spread < 1.4)).all()
+    assert len(keys.flatten(0, 1).unique(dim=0)) == keys.shape[0] * keys.shape[1]
 
 
 def test_cost_of_a_layer_from_two_depths():

@@ -58,7 +58,7 @@ class FakeEngine:
         self.calls.append(("generate", prompts, settings))
         return [self.completion(prompt, **settings) for prompt in prompts]
 
-    def stream(self, prompt, **settings):
+    def stream(self, prompt, progress=None, **settings):
         self.calls.append(("stream", prompt, settings))
         for index, piece in enumerate(PIECES):
             if self.fail is not None and index == 2:
@@ -66,7 +66,7 @@ class FakeEngine:
             yield piece
         self.last = self.completion(prompt, **settings)
 
-    def prefill(self, prompt) -> Timing:
+    def prefill(self, prompt, progress=None) -> Timing:
         self.calls.append(("prefill", prompt, {}))
         return Timing(prompt_tokens=300, prefill_seconds=0.5)
 
@@ -96,8 +96,8 @@ def test_a_single_prompt_streams(run, engine, tmp_path):
     assert engine.calls == [("stream", "hi", {"ignore_eos": False})]
     assert engine.load_call == {
         "folder": str(tmp_path), "device": None, "dtype": None, "max_batch": 1, "max_context": 4096,
-        "prefill_chunk": 512, "compile": True, "progress": True, "activation": None,
-        "deterministic": False,
+        "prefill_chunk": None, "compile": True, "progress": True, "activation": None,
+        "deterministic": False, "kv": "auto", "index": "auto",
     }  # fmt: skip
     assert err.splitlines() == [
         "weights 1 MiB",
@@ -109,7 +109,7 @@ def test_a_single_prompt_streams(run, engine, tmp_path):
 def test_all_flags_reach_the_engine(run, engine):
     args = "--temperature 0.5 --top-k 40 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --seed 3 --max-new-tokens 8 "
     args += "--stop END --stop ## --ignore-eos --logprobs 2 --device cpu --dtype fp32 --max-context 64 --max-batch 2 "
-    args += "--prefill-chunk 16 --no-compile --activation nvfp4 --deterministic --quiet"
+    args += "--prefill-chunk 16 --no-compile --activation nvfp4 --deterministic --kv fp8 --index fp4 --quiet"
     status, out, err = run("--prompt", "hi", *args.split())
     assert (status, err) == (0, "")
     [(_, _, settings)] = engine.calls
@@ -121,7 +121,7 @@ def test_all_flags_reach_the_engine(run, engine):
     del load["folder"]
     assert load == {
         "device": "cpu", "dtype": "fp32", "max_batch": 2, "max_context": 64, "prefill_chunk": 16, "compile": False,
-        "progress": False, "activation": "nvfp4", "deterministic": True,
+        "progress": False, "activation": "nvfp4", "deterministic": True, "kv": "fp8", "index": "fp4",
     }  # fmt: skip
     assert out.splitlines()[1] == "  -0.5000  'Once'  |  'Once' -9.0000"
     assert out.splitlines()[2] == "  -1.5000  ' upon'  |  ' upon' -1.5000  'Once' -9.0000"

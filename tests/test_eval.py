@@ -11,8 +11,9 @@ import dsv4
 from dsv4.cli import main
 from dsv4.compile.requests import Request
 from dsv4.compile.sampling import SamplingParams
-from dsv4.eval_cache import fingerprint, guard, keyed_path
+from dsv4.eval_cache import guard, keyed_path
 from dsv4.eval_requests import fit_context
+from dsv4.model.fingerprint import fingerprint
 from tests.model.tiny_oracle import TINY, tiny_in_transformers
 
 WINDOW = 256

@@ -42,6 +42,7 @@ def test_sides():
     assert parse_side("x,dtype=fp32,compile=False,prefill_chunk=64") == (
         "x", {"dtype": "fp32", "compile": False, "prefill_chunk": 64},
     )  # fmt: skip
+    assert parse_side("x,kv=fp8,index=fp4") == ("x", {"kv": "fp8", "index": "fp4"})
     for bad in ("x,dtyp=fp32", "x,compile=no", "x,prefill_chunk=a"):
         with pytest.raises(ValueError, match="--parity"):
             parse_side(bad)

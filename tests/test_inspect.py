@@ -73,6 +73,20 @@ def test_tiny(capsys):
     assert [step["batch"] for step in out["steps"]] == [1, 2]
 
 
+def test_formats_of_the_cache(capsys):
+    """As an engine has them; "auto" by the context that is asked for."""
+    status, out = inspect(capsys, TINY, "--max-context", 601, "--kv", "fp8", "--index", "fp4")
+    engine = dsv4.load(TINY, "cpu", max_context=601, compile=False, kv="fp8", index="fp4")
+    assert status == 0 and (out["cache"]["kv"], out["cache"]["index"]) == ("fp8", "fp4")
+    assert out["memory"]["cache"] == engine.load_report.cache_bytes == out["cache"]["per_sequence"]["601"]
+    _, plain = inspect(capsys, TINY, "--max-context", 601)
+    assert (plain["cache"]["kv"], plain["cache"]["index"]) == ("bf16", "bf16")
+    assert plain["memory"]["cache"] > 1.2 * out["memory"]["cache"] and plain["steps"][0]["bytes"] > out["steps"][0]["bytes"]
+    assert cli.main(["inspect", str(TINY), "--kv", "fp8"]) == 0
+    assert "rows in fp8 and index keys in bf16" in capsys.readouterr().out
+    assert cli.main(["inspect", str(TINY), "--kv", "int8"]) == 2 and "--kv" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "config", "make", "tensors", "active", "read"),
     [
@@ -93,6 +107,8 @@ def test_releases(tmp_path, capsys, name, config, make, tensors, active, read):
     draft = next(part for part in out["parts"] if part["name"] == "draft head (mtp)")
     assert draft["tensors"] == {"Flash": 1575, "Pro": 2343}[name]
     assert any(f"{draft['tensors']} tensors of the draft head" in warning for warning in out["warnings"])
+    assert out["cache"]["per_sequence"]["1048576"] / 2**30 == pytest.approx({"Flash": 3.45, "Pro": 4.94}[name], abs=0.01)
+    assert (out["cache"]["kv"], list(out["cache"]["longest_formats"])) == ("bf16", ["fp8", "fp4"])
     if name == "Pro":
         return  # it takes seconds
     status, out = inspect(capsys, folder, "--gpus", 8, "--memory", 40)

@@ -9,6 +9,7 @@ made a multiple of ROWS rows. That equal rows then get equal bits is checked onc
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -22,8 +23,9 @@ from dsv4.compile.step import DecodeState, decode_step, prefill_step
 from dsv4.model.cache import Cache
 from dsv4.model.transformer import Transformer
 
-SMALL_CHUNK = 64  # the second, smaller prefill shape: short prompts do not pay for a full chunk
+SMALLER_CHUNKS = 64, 512  # further prefill shapes: short prompts do not pay for a full chunk
 HEAD_ROWS = 64  # rows of hidden state that go through the output head at a time when many are scored
+AHEAD = 2  # prefill chunks that the host may be ahead: an interrupt is answered soon, and progress is what was done
 ROWS = 8  # of which the decode batch has a multiple if it has to be deterministic
 
 
@@ -77,12 +79,13 @@ class Runner:
         self.device = model.embed.device
         rows = -(-cache.num_slots // ROWS) * ROWS if deterministic else cache.num_slots
         self.state = DecodeState(rows, model.config.vocab_size, self.device)
-        self.prefill_sizes = sorted({min(SMALL_CHUNK, prefill_chunk), prefill_chunk})
+        self.prefill_sizes = sorted({min(size, prefill_chunk) for size in (*SMALLER_CHUNKS, prefill_chunk)})
         wrap = compile_step if compile else (lambda step: step)
         self._prefill = {}
         for size in self.prefill_sizes:
             self._prefill[size] = _ChunkStep(partial(wrap(prefill_step), model, cache), size, self.device)
         self._decode = partial(wrap(decode_step), model, cache, self.state)
+        self._under_way: deque[torch.cuda.Event] = deque()  # ends of prefill chunks
 
         start = time.perf_counter()
         if compile:
@@ -94,15 +97,20 @@ class Runner:
         self.capture_seconds = 0.0
         if compile and self.device.type == "cuda":
             start = time.perf_counter()
-            pool = torch.cuda.graph_pool_handle()  # one for all, since only one runs at a time
-            for step in self._prefill.values():
-                step.capture(pool)
-            self._decode = CapturedStep(self._decode, pool)
-            self.synchronize()
-            torch.cuda.empty_cache()  # what the runs before the captures took
+            self.capture()
             self.capture_seconds = time.perf_counter() - start
         if deterministic:
             self._check_rows()
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """From now on each step is a replay of one CUDA graph. Before any sequence is in the cache."""
+        pool = torch.cuda.graph_pool_handle()  # one for all, since only one runs at a time
+        for step in self._prefill.values():
+            step.capture(pool)
+        self._decode = CapturedStep(self._decode, pool)
+        self.synchronize()
+        torch.cuda.empty_cache()  # what the runs before the captures took
 
     def _check_rows(self) -> None:
         """ValueError unless equal rows get equal bits: a decode step's beside each other and alone, and the head's."""
@@ -138,6 +146,11 @@ class Runner:
         for place, values in zip(step.batch, (chunk.tokens, chunk.positions, chunk.slots), strict=True):
             place.copy_(self._staged(values), non_blocking=True)
         step.run()
+        if self.device.type == "cuda":
+            self._under_way.append(torch.cuda.Event())
+            self._under_way[-1].record()
+            if len(self._under_way) > AHEAD and not (oldest := self._under_way.popleft()).query():
+                oldest.synchronize()
         return step.hidden
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
-"""Random weights of a release's formats, made on the device: what benchmarks and capacity tests load."""
+"""Random weights of a release's formats, and random cache state, made on the device: what benchmarks and capacity tests
+run on."""
 
 import copy
 import math
@@ -6,13 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dsv4.model.cache import Cache
+from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Fp8BlockLinear, Nvfp4Experts, Nvfp4Linear, PlainExperts, PlainLinear
 from dsv4.model.source import Source
 from dsv4.ops.fp8 import BLOCK
 from dsv4.ops.nvfp4 import GROUP
+from dsv4.ops.row_formats import stored
 
 FORMATS = ("nvfp4-experts", "mxfp4", "all-nvfp4", "bf16")
 E2M1_RMS = 2.92  # root mean square of E2M1 codes drawn uniformly
+FILLED = 16384  # rows of a cache that are drawn at a time
 
 
 class RandomSource(Source):
@@ -29,7 +34,8 @@ class RandomSource(Source):
         if form not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, found {form!r}")
         self.device, self.dtype, self.form = torch.device(device), dtype, form
-        self._generator = torch.Generator(self.device).manual_seed(seed)
+        # On the meta device weights have no values.
+        self._generator = None if self.device.type == "meta" else torch.Generator(self.device).manual_seed(seed)
         self._path: tuple[str, ...] = ()
 
     def at(self, name: str) -> "RandomSource":
@@ -67,14 +73,16 @@ class RandomSource(Source):
         scale = torch.full(blocks, in_features**-0.5, device=self.device)
         return Fp8BlockLinear(weight.to(torch.float8_e4m3fn), scale, groups)
 
-    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int) -> nn.Module:
-        shapes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
+    def experts(self, name: str, num_experts: int, hidden: int, intermediate: int, shared: str | None = None) -> nn.Module:
+        shared_last = shared is not None and self.form in ("bf16", "all-nvfp4")
+        count = num_experts + shared_last
+        shapes = (count, 2 * intermediate, hidden), (count, hidden, intermediate)
         if self.form == "bf16":
-            return PlainExperts(*(self._normal(*s, dtype=self.dtype) / math.sqrt(s[-1]) for s in shapes))
+            weights = (self._normal(*shape, dtype=self.dtype) / math.sqrt(shape[-1]) for shape in shapes)
+            return PlainExperts(*weights, shared_last)
         gate_up, down = (self._codes(*shape) for shape in shapes)
-        return Nvfp4Experts(
-            *gate_up, self._scale_2(hidden, num_experts, 2), *down, self._scale_2(intermediate, num_experts)
-        )
+        scales_2 = self._scale_2(hidden, count, 2), self._scale_2(intermediate, count)
+        return Nvfp4Experts(*gate_up, scales_2[0], *down, scales_2[1], shared_last)
 
     def _codes(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Random NVFP4 codes of [..., K] with block scales of 1."""
@@ -86,3 +94,23 @@ class RandomSource(Source):
         """Global scales that give rows of K random codes unit norm, or nearly, where they must be powers of two."""
         value = 1 / (E2M1_RMS * math.sqrt(k))
         return torch.full(shape, 2.0 ** round(math.log2(value)) if self.form == "mxfp4" else value, device=self.device)
+
+
+@torch.no_grad()
+def fill_cache(cache: Cache, config: ModelConfig, seed: int = 0) -> None:
+    """Random state of unit size in place of everything that a cache holds, in its formats."""
+    generator = None
+    for name, buffer in cache.named_buffers():
+        generator = generator or torch.Generator(buffer.device).manual_seed(seed)
+        if buffer.is_floating_point():
+            buffer.normal_(generator=generator)
+            continue
+        dim, rope = config.head_dim, config.qk_rope_head_dim
+        if ".indexer." in name:
+            dim = rope = config.index_head_dim
+        for slot in range(cache.num_slots):
+            for start in range(0, buffer.shape[1], FILLED):
+                count = min(FILLED, buffer.shape[1] - start)
+                rows = torch.randn(count, dim, device=buffer.device, generator=generator)
+                for view, values in stored(rows, buffer, rope):
+                    view[slot, start : start + count] = values

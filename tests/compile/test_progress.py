@@ -1,11 +1,15 @@
-"""The progress bar: what it says, and when it is there."""
+"""The progress bars: what they say, and when they are there."""
 
 import io
+import re
 import sys
+from functools import partial
 
 import pytest
+from tqdm import tqdm
 
 from dsv4.compile import progress
+from dsv4.compile.prefill import Chunk, Piece
 from tests.model.random_checkpoints import engine
 
 PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12]]
@@ -48,3 +52,31 @@ def test_a_bar_on_a_terminal_for_several_prompts(monkeypatch):
 def test_no_bar_in_a_file(capsys):
     generate()
     assert not capsys.readouterr().err
+
+
+def test_a_long_prompt_has_a_bar_of_its_own(capsys, monkeypatch):
+    """Tokens done, tokens a second, time left; gone when the prompt is through."""
+    monkeypatch.setattr(progress, "_PATIENCE", 0)
+    monkeypatch.setattr(progress, "tqdm", partial(tqdm, mininterval=0))
+    long = engine("tiny", max_context=384, prefill_chunk=32)
+    prompt = [5 + number % 400 for number in range(200)]
+    quiet = long.generate(prompt, 3, temperature=0.0, progress=False)
+    assert not capsys.readouterr().err
+    shown = long.generate(prompt, 3, temperature=0.0, progress=True)
+    bar = capsys.readouterr().err
+    assert shown[0].token_ids == quiet[0].token_ids
+    assert re.search(r"prompt: +\d+%\|.*\| 160/199 tokens \[\d\d:\d\d<\d\d:\d\d, +[\d.]+ tokens/s\]", bar)
+    assert not bar.split("\r")[-1].strip()  # the line is cleared
+    long.prefill(prompt, progress=True)
+    assert "/200 tokens [" in capsys.readouterr().err
+    assert "".join(long.stream(prompt, 3, temperature=0.0, progress=True)) == shown[0].text
+    assert "/199 tokens [" in capsys.readouterr().err
+
+
+def test_what_a_held_slot_has_already_is_not_counted(capsys):
+    """Neither for the rate nor as left."""
+    with progress.PromptBar(300, True) as bar:
+        for position in (200, 250):
+            bar.add(Chunk([], [], [], [Piece(0, 0, position, 50)]))
+            assert (bar._bar.n, bar._bar.initial) == (position + 50, 200)
+    assert not capsys.readouterr().err  # it took less than a second

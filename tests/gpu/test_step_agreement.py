@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.model import config as configs
 from dsv4.model.cache import Cache
-from dsv4.model.random_source import RandomSource
+from dsv4.model.random_source import RandomSource, fill_cache
 from dsv4.model.transformer import Transformer
 from dsv4.ops import registered
 
@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LAYERS, BATCH, STEPS, START = 6, 8, 64, 4030  # the steps end blocks of both kinds
+CHUNK = 256
+FORMATS = [("bf16", "bf16"), ("fp8", "fp4")]
 PICKS = ("route_topk", "index_topk")
 
 
@@ -58,16 +60,26 @@ class References(TorchDispatchMode):
         return noted
 
 
-def test_kernels_and_references_give_the_same_step(draw):
-    config = configs.excerpt(configs.flash(), LAYERS)
-    generator = torch.Generator("cuda").manual_seed(int(draw.integers(2**31)))
+@pytest.fixture(scope="module")
+def model():
     with torch.no_grad():
-        model = Transformer(config, RandomSource("cuda"))
-        ours = Cache(config, BATCH, START + STEPS + 2, torch.bfloat16, "cuda")
-        for buffer in ours.buffers():
-            buffer.normal_(generator=generator)
-        theirs = Cache(config, BATCH, START + STEPS + 2, torch.bfloat16, "cuda")
-        theirs.load_state_dict(ours.state_dict())
+        return Transformer(configs.excerpt(configs.flash(), LAYERS), RandomSource("cuda"))
+
+
+def caches(model: Transformer, kv: str, index: str, batch: int, seed: int) -> tuple[Cache, Cache]:
+    """Two with the same random state."""
+    both = [Cache(model.config, batch, START + CHUNK, torch.bfloat16, "cuda", kv, index) for _ in range(2)]
+    fill_cache(both[0], model.config, seed)
+    both[1].load_state_dict(both[0].state_dict())
+    return tuple(both)
+
+
+@pytest.mark.parametrize(("kv", "index"), FORMATS)
+def test_kernels_and_references_give_the_same_step(model, kv, index, draw):
+    config, seed = model.config, int(draw.integers(0, 2**31))
+    generator = torch.Generator("cuda").manual_seed(seed)
+    ours, theirs = caches(model, kv, index, BATCH, seed)
+    with torch.no_grad():
         slots = torch.arange(BATCH, device="cuda")
         cosines, same, shared, picked = [], 0, 0, 0
         for step in range(STEPS):
@@ -81,7 +93,31 @@ def test_kernels_and_references_give_the_same_step(draw):
             same += (found.argmax(-1) == wanted.argmax(-1)).sum().item()
             shared, picked = shared + references.shared, picked + references.all
     print(
-        f"cosine of the logits: least {min(cosines):.6f}; same top-1 in {same / (BATCH * STEPS):.2%} of {BATCH * STEPS} "
-        f"positions; {shared / picked:.3%} of the picks are the same"
+        f"{kv}, {index}: cosine of the logits: least {min(cosines):.6f}; same top-1 in {same / (BATCH * STEPS):.2%} of "
+        f"{BATCH * STEPS} positions; {shared / picked:.3%} of the picks are the same"
     )
-    assert min(cosines) > 0.9995 and same / (BATCH * STEPS) >= 0.9 and shared / picked > 0.98
+    # What is rounded to 8 or 4 bits may fall to either side where the two differ by a bf16 rounding before.
+    bound = 0.9995 if kv == index == "bf16" else 0.998
+    assert min(cosines) > bound and same / (BATCH * STEPS) >= 0.9 and shared / picked > 0.98
+
+
+@pytest.mark.parametrize(("kv", "index"), FORMATS)
+def test_kernels_and_references_give_the_same_chunk(model, kv, index, draw):
+    """Tokens of a prompt, and beside them some of another sequence and padding."""
+    seed, whole = int(draw.integers(0, 2**31)), CHUNK - 40
+    ours, theirs = caches(model, kv, index, 2, seed)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    tokens = torch.randint(model.config.vocab_size, (CHUNK,), device="cuda", generator=generator)
+    positions = torch.cat((torch.arange(START, START + whole), torch.arange(30), torch.zeros(10, dtype=torch.int64))).cuda()
+    slots = torch.tensor([1] * whole + [0] * 30 + [-1] * 10, device="cuda")
+    with torch.no_grad():
+        with Kernels() as kernels:
+            found = model(tokens, positions, slots, ours)[:-10]
+        with References(kernels.picks) as references:
+            wanted = model(tokens, positions, slots, theirs)[:-10]
+    cosines = torch.cosine_similarity(found.double(), wanted.double())
+    shared = references.shared / references.all
+    print(
+        f"{kv}, {index}: cosine of the last state: least {cosines.min().item():.6f}; {shared:.3%} of the picks are the same"
+    )
+    assert cosines.min() > 0.998 and cosines.median() > 0.9995 and shared > 0.97

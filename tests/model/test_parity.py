@@ -100,6 +100,16 @@ def test_lengths_around_the_boundaries(length, draw):
     assert_close(torch.cat((first, rest)), expected("tiny", ids), TO_TRANSFORMERS)
 
 
+def test_five_thousand_tokens():
+    """Far beyond the window and with 9 of 1,250 blocks picked: chunks, then one by one through every residue of a block of
+    4 and of 128. Always the same tokens: among so many choices near ties are the rule, and these have none."""
+    ids = Draw(5).integers(2, VOCAB["wide"], 5000).tolist()
+    cache = new_cache("wide", max_context=5000)
+    first = run_in_chunks("wide", cache, 0, ids[:4865], 500)
+    rest = run_in_chunks("wide", cache, 0, ids[4865:], 1, start=4865)
+    assert_close(torch.cat((first, rest)), expected("wide", ids), TO_TRANSFORMERS)
+
+
 def test_ragged_batch(name, draw):
     """Ten sequences in ten slots, in random chunks side by side with padding in between; then each goes on for three
     decode steps of the whole batch. Every row as if it were alone."""

@@ -12,7 +12,7 @@ from dsv4.compile.graphs import compile_step
 from dsv4.compile.prefill import chunks
 from dsv4.compile.runner import Runner
 from dsv4.compile.step import decode_step, prefill_step
-from dsv4.model.plan import buffer_bytes, step_bytes
+from dsv4.model.plan import Sizes, buffer_bytes, step_bytes
 
 CONTEXT = 1024  # tokens of cache, unless the caller says otherwise
 # Where the decode step is run: at the start, around the ends of compressed blocks (4 and 128 tokens), beyond the window.
@@ -57,10 +57,11 @@ def decode(folder: str, runner: Runner) -> Subject:
     def calls() -> list[Call]:
         return [Call(arguments, label=f"position {p}", prepare=partial(prepare, p)) for p in positions]
 
-    weights = buffer_bytes(runner.model)
+    weights, cache = buffer_bytes(runner.model), runner.cache
+    sizes = Sizes(slots, positions[0] + 1, runner.model.embed.dtype, cache.kv, cache.index)
     return replace(
         _subject(f"{folder} (decode)", decode_step, runner, calls, state),
-        read=lambda _: step_bytes(weights, runner.model.config, slots, positions[0] + 1),
+        read=lambda _: step_bytes(weights, runner.model.config, sizes),
     )
 
 
