@@ -130,7 +130,7 @@ KERNEL __launch_bounds__(THREADS, SPREAD == 1 && STORED <= 12 ? 2 : 1)
   for (int q = 0; q < QUADS; ++q) {
     if (q < KEPT) kept[q] = exists(q) ? __ldg(source(q)) : make_uint4(0, 0, 0, 0);
     else if (q >= KEPT + STORED) break;
-    else copy_16(shared_address(&stored[q - KEPT][threadIdx.x]), source(q), exists(q) ? 16 : 0);
+    else copy_16(shared_address(&stored[q - KEPT][threadIdx.x]), exists(q) ? source(q) : gate, exists(q) ? 16 : 0);
   }
   for (int e = threadIdx.x; e < E; e += THREADS) copy_4(shared_address(&shared.bias[e]), bias + e);
   const u32 arrived = shared_address(shared.arrived);
