@@ -134,7 +134,7 @@ def test_base_model_builds_from_headers(name):
     model, report = dry_build(config, list(native_release(config, experts="FP8")))
     experts, blocks = model.layers[-1].ffn.experts, [config.moe_intermediate_size // 128, config.hidden_size // 128]
     assert type(experts) is Fp8Experts
-    assert experts.gate_up_scale.shape == (config.n_routed_experts, 2 * blocks[0], blocks[1])
+    assert experts.gate_up_scale.shape == (config.n_routed_experts + 1, 2 * blocks[0], blocks[1])  # the shared one is last
     assert report.formats.keys() == {"FP8 block", "plain"}
 
 
