@@ -161,7 +161,7 @@ def test_bos_exactly_once(model, monkeypatch):
     assert len(starts) == 6 and all(tokens.count(0) == 1 for tokens in starts)  # rolling windows go on without it
     prompts = [(bos + "The", {}), ("The", {"until": None}), ("", {})]
     ran = []
-    monkeypatch.setattr(model.engine.scheduler, "run", lambda requests: ran.extend(requests) or iter(()))
+    monkeypatch.setattr(model.engine.scheduler, "run", lambda requests, prefilled: ran.extend(requests) or iter(()))
     model.generate_until(instances("generate_until", prompts))
     assert sorted(request.prompt.count(0) for request in ran) == [1, 1, 1]
 
@@ -205,7 +205,7 @@ def test_answers_are_taken_whole_where_the_prompt_opens_no_reasoning(model, capl
 
     thinking, ran = Dsv4LM(model.engine, thinking=True), []
     run = model.engine.scheduler.run
-    monkeypatch.setattr(model.engine.scheduler, "run", lambda requests: ran.extend(requests) or run(requests))
+    monkeypatch.setattr(model.engine.scheduler, "run", lambda requests, *more: ran.extend(requests) or run(requests, *more))
     history = [{"role": "user", "content": "Which king?"}]
     opened = thinking.apply_chat_template(history)
     begun = thinking.apply_chat_template([*history, {"role": "assistant", "content": "The"}], add_generation_prompt=False)
@@ -346,9 +346,9 @@ from tests.test_eval import generations, load
 model = Dsv4LM(load(2))
 run = model.engine.scheduler.run
 
-def stops(requests):
+def stops(requests, *more):
     finished = 0
-    for request, piece in run(requests):
+    for request, piece in run(requests, *more):
         finished += bool(request.finish_reason)
         if finished == 4:
             time.sleep(0.5)  # the cache is written by another thread
@@ -380,7 +380,7 @@ def test_a_killed_process_loses_only_what_was_in_flight(harness, tmp_path, monke
     model = Dsv4LM(load(2))
     expected = model.generate_until(generations())
     run, ran = model.engine.scheduler.run, []
-    monkeypatch.setattr(model.engine.scheduler, "run", lambda requests: ran.extend(requests) or run(requests))
+    monkeypatch.setattr(model.engine.scheduler, "run", lambda requests, *more: ran.extend(requests) or run(requests, *more))
     assert CachingLM(model, path).generate_until(generations()) == expected
     assert len(ran) == len(TEXTS) - 3
 
