@@ -39,6 +39,23 @@ DEVICE float dot4(float4 a, float4 b, float sum) {
   return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
+// --- to fp16 ----------------------------------------------------------------------------------------------------------
+
+// The largest magnitudes of eight values, of the even and of the odd ones, as bits of bf16, which are in the values' order.
+DEVICE u32 largest_of_8(uint4 v) {
+  return __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu), __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu));
+}
+DEVICE u32 larger(u32 pair) { return max(pair & 0xFFFFu, pair >> 16); }
+
+// The exponent of the power of two that brings a number to 2^14..2^15, given the number's own exponent as it is stored.
+DEVICE int fp16_shift(int exponent) { return max(-100, min(100, 127 + 14 - exponent)); }
+
+// Four E4M3 codes -> pairs (0,1) (2,3) in fp16, exact.
+DEVICE void decode_fp8(u32 v, u32& low, u32& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high) : "r"(v));
+}
+
 // --- synchronisation and reductions -----------------------------------------------------------------------------------
 
 // The end of the kernel before this one in the stream, for launches with programmatic dependence; otherwise nothing.

@@ -33,9 +33,6 @@ struct Gemm {
   float eps;
 };
 
-DEVICE void store(float* to, float v) { *to = v; }
-DEVICE void store(__nv_bfloat16* to, float v) { *to = __float2bfloat16(v); }
-
 // --- weights ----------------------------------------------------------------------------------------------------------
 
 // A warp's ring over its rows, 16 at a time, and the steps of its block. Chunk c of 16 bytes of row r lies at c ^ (r % 8).

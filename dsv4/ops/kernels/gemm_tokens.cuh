@@ -52,10 +52,6 @@ DEVICE void put_piece(u8* tokens, int m, int i, uint4 v, float scale) {
   }
 }
 
-DEVICE u32 largest_of_8(uint4 v) {
-  return __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu), __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu));
-}
-
 // The lane's weights of an RMSNorm.
 template <bool Norm>
 struct Weights {
@@ -123,7 +119,7 @@ DEVICE void stage_tokens(u8* to, float* inverse, const Weights<Norm>& norm, cons
       }
       if (Norm) root[t] = rsqrtf(warp_sum(square) * fast_reciprocal(static_cast<float>(values)) + eps);
       const float peak = warp_max(fmaxf(bf16_low(largest), bf16_high(largest))) * root[t] * norm_peak;
-      const int exponent = __float_as_int(peak) >> 23, shift = max(-100, min(100, 127 + 14 - exponent));
+      const int shift = fp16_shift(__float_as_int(peak) >> 23);
       scale[t] = __int_as_float((127 + shift) << 23);
       if (lane == 0 && first + t * WARPS < tokens) inverse[first + t * WARPS] = __int_as_float((127 - shift) << 23);
     }

@@ -115,10 +115,9 @@ struct Activations {
     u32 largest = 0;
 #pragma unroll
     for (int j = 0; j < PIECES; ++j)
-      largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(v[j].x & 0x7FFF7FFFu, v[j].y & 0x7FFF7FFFu),
-                                           __vmaxu2(v[j].z & 0x7FFF7FFFu, v[j].w & 0x7FFF7FFFu)));
-    largest = __reduce_max_sync(~0u, max(largest & 0xFFFFu, largest >> 16));
-    const int shift = max(-100, min(100, 127 + 14 - static_cast<int>(largest >> 7)));
+      largest = __vmaxu2(largest, largest_of_8(v[j]));
+    largest = __reduce_max_sync(~0u, larger(largest));
+    const int shift = fp16_shift(static_cast<int>(largest >> 7));
     const float scale = __int_as_float((127 + shift) << 23);
     if (lane == 0) inverse[threadIdx.x >> 5] = __int_as_float((127 - shift) << 23);
 #pragma unroll

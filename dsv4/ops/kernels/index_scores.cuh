@@ -98,12 +98,6 @@ DEVICE void decode_fp4(u32 v, u32 scale, u32 (&out)[4]) {
   out[3] = times_bf16(odd & 0x81C081C0u, scale);
 }
 
-// Four E4M3 codes -> pairs (0,1) (2,3) in fp16.
-DEVICE void decode_fp8(u32 v, u32& low, u32& high) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(low), "=r"(high) : "r"(v));
-}
-
 DEVICE u32 power_twice(u32 exponent) { return exponent * 0x00800080u; }  // 2^(exponent - 127) in bf16, two of them
 
 // The 16 keys as the first operand of STEPS products, all lanes of the warp.
@@ -164,7 +158,7 @@ DEVICE void stage_query(u8* query, float* weight, const bf16* q, const float* we
       for (int e = 0; e < 8; ++e) top = fmaxf(top, fabsf(x[e]));
 #pragma unroll
       for (int step = PIECES / 2; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-      const int shift = max(-100, min(100, 127 + 14 - static_cast<int>(__float_as_uint(top) >> 23)));
+      const int shift = fp16_shift(static_cast<int>(__float_as_uint(top) >> 23));
       const float scale = __uint_as_float((127 + shift) << 23);
       unit = __uint_as_float((127 - shift) << 23);
 #pragma unroll

@@ -136,13 +136,6 @@ DEVICE int place(int value) {
   return place_of(value / 8) * 8 + (FMT == BF16 ? value % 8 : value % 4 * 2 + value / 4 % 2);
 }
 
-DEVICE u32 largest_of_8(uint4 v) {
-  const u32 both = __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu), __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu));
-  return max(both & 0xFFFFu, both >> 16);
-}
-
-// The exponent of the power of two that brings the largest magnitude, bits of bf16, to 2^14..2^15.
-DEVICE int fp16_shift(u32 largest) { return max(-100, min(100, 127 + 14 - static_cast<int>(largest >> 7))); }
 DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
 DEVICE uint4 in_pairs(uint4 v) {
@@ -176,9 +169,9 @@ DEVICE float stage_row(const uint4* from, uint4* to) {
   for (int i = 0; i < EACH; ++i) {
     const uint4 v = load(i);
     if (KEPT == EACH) kept[i % KEPT] = v;
-    largest = max(largest, largest_of_8(v));
+    largest = max(largest, larger(largest_of_8(v)));
   }
-  if (FMT != BF16) shift = fp16_shift(__reduce_max_sync(~0u, largest));
+  if (FMT != BF16) shift = fp16_shift(static_cast<int>(__reduce_max_sync(~0u, largest) >> 7));
 #pragma unroll AT_ONCE
   for (int i = 0; i < EACH; ++i) {
     const uint4 v = KEPT == EACH ? kept[i % KEPT] : load(i);

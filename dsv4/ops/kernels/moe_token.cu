@@ -135,7 +135,7 @@ DEVICE float stage_x(const __nv_bfloat16* x, uint4* to, Shared& shared) {
   for (int i = 0; i < EACH; ++i) {
     const int c = threadIdx.x + i * THREADS;
     v[i] = c < PIECES ? reinterpret_cast<const uint4*>(x)[c] : make_uint4(0, 0, 0, 0);
-    largest = max(largest, largest_of_8(v[i]));
+    largest = max(largest, larger(largest_of_8(v[i])));
   }
   int shift = 0;
   if (FMT != BF16) {
@@ -144,7 +144,7 @@ DEVICE float stage_x(const __nv_bfloat16* x, uint4* to, Shared& shared) {
     barrier(1, THREADS);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.largest[w]);
-    shift = fp16_shift(largest);
+    shift = fp16_shift(static_cast<int>(largest >> 7));
   }
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {

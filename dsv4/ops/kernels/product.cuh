@@ -38,8 +38,6 @@ struct Product {
   float eps;
 };
 
-DEVICE void store(float* to, float v) { *to = v; }
-DEVICE void store(__nv_bfloat16* to, float v) { *to = __float2bfloat16(v); }
 DEVICE void store4(float* to, const float (&v)[4]) { *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]); }
 DEVICE void store4(__nv_bfloat16* to, const float (&v)[4]) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
@@ -257,12 +255,11 @@ struct Staging {
         for (int b = 0; b < BATCH; ++b)
 #pragma unroll
           for (int j = 0; j < PIECES; ++j)
-            largest[b] = __vmaxu2(largest[b], __vmaxu2(__vmaxu2(v[b][j].x & 0x7FFF7FFFu, v[b][j].y & 0x7FFF7FFFu),
-                                                       __vmaxu2(v[b][j].z & 0x7FFF7FFFu, v[b][j].w & 0x7FFF7FFFu)));
+            largest[b] = __vmaxu2(largest[b], largest_of_8(v[b][j]));
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-          const u32 peak = __reduce_max_sync(~0u, max(largest[b] & 0xFFFFu, largest[b] >> 16));
-          const int shift = max(-100, min(100, 127 + 14 - static_cast<int>(peak >> 7)));
+          const u32 peak = __reduce_max_sync(~0u, larger(largest[b]));
+          const int shift = fp16_shift(static_cast<int>(peak >> 7));
           scale[b] = __int_as_float((127 + shift) << 23);
           if (lane == 0 && first + b * RW < tokens) inverse[first + b * RW] = __int_as_float((127 - shift) << 23);
         }

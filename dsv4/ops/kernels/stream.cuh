@@ -68,6 +68,9 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+DEVICE void store(float* to, float v) { *to = v; }
+DEVICE void store(__nv_bfloat16* to, float v) { *to = __float2bfloat16(v); }
+
 // --- decoding ---------------------------------------------------------------------------------------------------------
 
 DEVICE u32 times(u32 a, __half2 s) {
@@ -90,12 +93,6 @@ DEVICE void decode_fp4(u32 v, __half2 scale, u32 (&out)[4]) {
   out[1] = times((odd << 8) & 0x8E008E00u, scale);
   out[2] = times(even & 0x8E008E00u, scale);
   out[3] = times(odd & 0x8E008E00u, scale);
-}
-
-// Four E4M3 codes -> pairs (0,1) (2,3) in fp16, exact.
-DEVICE void decode_fp8(u32 v, u32& low, u32& high) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(low), "=r"(high) : "r"(v));
 }
 
 // Two E4M3 scales -> fp16, exact.
@@ -217,13 +214,11 @@ DEVICE float stage_token(u8* to, const __nv_bfloat16* x, int k, int steps, int w
 #pragma unroll 8
     for (int i = lane; i < k / 8; i += 32) {
       const uint4 v = *reinterpret_cast<const uint4*>(x + i * 8);
-      largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu),
-                                           __vmaxu2(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu)));
+      largest = __vmaxu2(largest, largest_of_8(v));
     }
 #pragma unroll
     for (int o = 16; o; o >>= 1) largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, o));
-    const int exponent = static_cast<int>(max(largest & 0xFFFFu, largest >> 16) >> 7);
-    const int shift = max(-100, min(100, 127 + 14 - exponent));
+    const int shift = fp16_shift(static_cast<int>(larger(largest) >> 7));
     scale = __int_as_float((127 + shift) << 23);
     inverse = __int_as_float((127 - shift) << 23);
   }
