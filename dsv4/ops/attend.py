@@ -34,7 +34,6 @@ def attend_cuda(
     slots,
     rate,
     shares: tuple[Share, ...] | None = None,
-    pdl: bool = True,
 ):
     """The kernel for bfloat16. float32 runs the reference: it is the precision of the oracle, not of inference."""
     if q.dtype == torch.float32:
@@ -84,7 +83,7 @@ def attend_cuda(
             left,
             shared=shape.shared,
             cluster=shape.cluster,
-            pdl=pdl,
+            pdl=True,
         )
     return out
 

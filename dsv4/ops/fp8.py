@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4.ops._register import op
 from dsv4.ops.kernels import linear as kernels
-from dsv4.ops.kernels.stream import FP8, check_weight
+from dsv4.ops.kernels.stream import FP8, Weight, check_weight
 from dsv4.ops.rope import rms_norm
 
 BLOCK = 128
@@ -87,7 +87,7 @@ def _linear_cuda(
     kernels.check_linear("linear_fp8_block", FP8, x, n, groups, norm)
     check_fp8_block("linear_fp8_block", weight, scale, k, x.device)
     if x.numel() // (groups * k) <= kernels.MAX_TOKENS:
-        return kernels.linear(FP8, x, weight, scale, None, groups, norm, eps)
+        return kernels.linear(x, Weight(weight, scale), groups, norm, eps)
     x = x if norm is None else rms_norm(x, norm, eps).to(x.dtype)
     return kernels.grouped_matmul(x, kernels.dequantize(FP8, weight, scale, n, k), groups)
 

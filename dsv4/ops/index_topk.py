@@ -121,7 +121,7 @@ def prefill_for(tokens: int, processors: int, heads: int, dim: int, format: str,
     raise ValueError(f"index_topk: topk {topk} needs more shared memory than a block can have")
 
 
-def index_topk_cuda(q, weights, keys, positions, slots, rate, topk, shape: Shape | Prefill | None = None, pdl: bool = True):
+def index_topk_cuda(q, weights, keys, positions, slots, rate, topk, shape: Shape | Prefill | None = None):
     """The kernels for bfloat16. float32 runs the reference: it is the precision of the oracle, not of inference."""
     if q.dtype == torch.float32:
         return index_topk_ref(q, weights, keys, positions, slots, rate, topk)
@@ -151,7 +151,7 @@ def index_topk_cuda(q, weights, keys, positions, slots, rate, topk, shape: Shape
     if isinstance(shape, Prefill):
         kernel = limits.raised(build.kernel("index_prefill.cu", "index_prefill", *shape.defines), shape.shared)
         grid = -(-tokens // shape.tokens)
-        kernel(grid, THREADS, *batch, picks, tokens, rate, capacity, shared=shape.shared, pdl=pdl)
+        kernel(grid, THREADS, *batch, picks, tokens, rate, capacity, shared=shape.shared, pdl=True)
         return picks
     scores = maxima = None
     pitch = -(-capacity // 4) * 4
@@ -162,9 +162,9 @@ def index_topk_cuda(q, weights, keys, positions, slots, rate, topk, shape: Shape
         scores = torch.empty((tokens, pitch), dtype=torch.int32, device=q.device)
         maxima = torch.empty((tokens, most), dtype=torch.int32, device=q.device)
         score = build.kernel("index_score.cu", "index_score", *shape.score_defines)
-        score((across, tokens), SCORE_THREADS, *batch, scores, maxima, rate, capacity, pitch, most, pdl=pdl)
+        score((across, tokens), SCORE_THREADS, *batch, scores, maxima, rate, capacity, pitch, most, pdl=True)
     select = build.kernel("index_select.cu", "index_select", *shape.defines)
-    launch = {"shared": shape.shared, "cluster": shape.cluster, "pdl": pdl}
+    launch = {"shared": shape.shared, "cluster": shape.cluster, "pdl": True}
     limits.raised(select, shape.shared, shape.cluster)(
         tokens, shape.threads, *batch, scores, maxima, picks, rate, capacity, pitch, most, groups, **launch
     )

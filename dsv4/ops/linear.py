@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4.ops._register import op
 from dsv4.ops.kernels import linear as kernels
-from dsv4.ops.kernels.stream import BF16, check_weight
+from dsv4.ops.kernels.stream import BF16, Weight, check_weight
 
 FEW = 4  # tokens; for more the library's GEMM is as fast or faster (measured on an H200)
 
@@ -23,7 +23,7 @@ def _linear_cuda(x: Tensor, weight: Tensor) -> Tensor:
     kernels.check_linear("linear_fp32", BF16, x, n)
     check_weight("linear_fp32 weight", weight, torch.bfloat16, (n, k), x.device)
     if x.numel() // k <= FEW:
-        return kernels.linear(BF16, x, weight, None, None, dtype=torch.float32)
+        return kernels.linear(x, Weight(weight), dtype=torch.float32)
     return kernels.grouped_matmul(x, weight, dtype=torch.float32)
 
 

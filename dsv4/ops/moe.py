@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dsv4.ops._register import op
 from dsv4.ops.fp8 import BLOCK
-from dsv4.ops.kernels.moe import Shared, Weights, run_experts
+from dsv4.ops.kernels.moe import Shared, run_experts
+from dsv4.ops.kernels.stream import Weight
 from dsv4.ops.nvfp4 import dequantize_nvfp4
 
 
@@ -77,7 +78,7 @@ def _moe_cuda(
     """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
     if x.dtype == torch.float32:
         return moe_ref(x, experts, weights, gate_up, down, limit, shared_last)
-    return run_experts("moe", x, experts, weights, Weights(gate_up), Weights(down), limit, shared_last)
+    return run_experts("moe", x, experts, weights, Weight(gate_up), Weight(down), limit, shared_last)
 
 
 @op(
@@ -143,12 +144,12 @@ def _moe_nvfp4_cuda(
     shared_last: bool = False,
 ) -> Tensor:
     """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
-    up, down = Weights(gate_up, gate_up_scale, gate_up_scale_2), Weights(down, down_scale, down_scale_2)
+    up, down = Weight(gate_up, gate_up_scale, gate_up_scale_2), Weight(down, down_scale, down_scale_2)
     shared = shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale
     if x.dtype == torch.float32:
         return moe_nvfp4_ref(x, experts, weights, *up, *down, limit, *shared, shared_last)
     _check_shared(shared, shared_last)
-    beside = None if shared_gate_up is None else Shared(Weights(*shared[:2]), Weights(*shared[2:]))
+    beside = None if shared_gate_up is None else Shared(Weight(*shared[:2]), Weight(*shared[2:]))
     return run_experts("moe_nvfp4", x, experts, weights, up, down, limit, shared_last, beside)
 
 
@@ -270,7 +271,7 @@ def _moe_fp8_cuda(
     shared_last: bool = False,
 ) -> Tensor:
     """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
-    up, down = Weights(gate_up, gate_up_scale), Weights(down, down_scale)
+    up, down = Weight(gate_up, gate_up_scale), Weight(down, down_scale)
     if x.dtype == torch.float32:
         return moe_fp8_ref(x, experts, weights, *up[:2], *down[:2], limit, shared_last)
     return run_experts("moe_fp8", x, experts, weights, up, down, limit, shared_last)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4.ops._register import op
 from dsv4.ops.fp8 import divided
 from dsv4.ops.kernels import linear as kernels
-from dsv4.ops.kernels.stream import FP4, check_weight
+from dsv4.ops.kernels.stream import FP4, Weight, check_weight
 from dsv4.ops.rope import rms_norm
 
 GROUP = 16
@@ -129,7 +129,7 @@ def _linear_cuda(
         x, norm = _prepared(x, activation, norm, eps), None
     if few:
         dtype = torch.float32 if out_fp32 else x.dtype
-        return kernels.linear(FP4, x, weight, scale, scale_2, groups, norm, eps, dtype)
+        return kernels.linear(x, Weight(weight, scale, scale_2), groups, norm, eps, dtype)
     y = kernels.grouped_matmul(x, kernels.dequantize(FP4, weight, scale, n, k), groups, torch.float32) * scale_2
     return y if out_fp32 else y.to(x.dtype)
 

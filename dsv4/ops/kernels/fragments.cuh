@@ -112,7 +112,7 @@ struct Stream {
   DEVICE void load(u8* to) {
     if (more) {
 #pragma unroll
-      for (int m = 0; m < MT; ++m) load_step(to + m * TILE_BYTES<F>, pieces[m], slice, step, EVICT_FIRST);
+      for (int m = 0; m < MT; ++m) load_step(to + m * TILE_BYTES<F>, pieces[m], slice, step);
       if (++step == slice.steps) {
         step = 0;
         more = locate(pieces);

@@ -7,7 +7,20 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.kernels.limits import SHARED_BYTES
-from dsv4.ops.kernels.stream import FORMATS, FP4, FP8, STATIC_BYTES, Format, Weight, clusters, processors, ready, steps_of
+from dsv4.ops.kernels.stream import (
+    FORMATS,
+    FP4,
+    FP8,
+    STATIC_BYTES,
+    Format,
+    Weight,
+    ceil,
+    clusters,
+    defines,
+    processors,
+    ready,
+    steps_of,
+)
 
 TOKENS = 16, 32, 64  # tokens that a kernel multiplies at a time
 STAGES = 8, 6, 4, 3, 2
@@ -15,11 +28,6 @@ MOST_BYTES = SHARED_BYTES - STATIC_BYTES
 MOST_RING = 100 * 1024
 # Tiles whose sums a warp keeps in registers, by warps and tokens at a time.
 MOST_TILES = {8: {16: 4, 32: 3, 64: 3}, 12: {16: 3, 32: 2, 64: 1}}
-
-
-def ceil(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,10 @@ class Plan:
     shared: int
 
     def defines(self, tail: bool) -> tuple[str, ...]:
-        named = {
-            "WARPS": self.warps, "N": self.tokens, "TILES": self.tiles, "RANKS": self.ranks, "STAGES": self.stages,
-            "PIECES": self.pieces, "TAIL": int(tail),
-        }  # fmt: skip
-        return tuple(f"{key}={value}" for key, value in named.items())
+        return defines(
+            WARPS=self.warps, N=self.tokens, TILES=self.tiles, RANKS=self.ranks, STAGES=self.stages, PIECES=self.pieces,
+            TAIL=int(tail),
+        )  # fmt: skip
 
     @property
     def cluster(self) -> int | None:
@@ -123,32 +130,19 @@ def linear_plan(work: Product, sms: int) -> Plan | None:
     return min(plans, key=functools.partial(clocks, work), default=None)
 
 
-def run_linear(
-    number: int,
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    scale_2: Tensor | None,
-    y: Tensor,
-    groups: int = 1,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    pdl: bool = True,
-    plan: Plan | None = None,
-) -> bool:
+def run_linear(x: Tensor, weight: Weight, y: Tensor, groups: int, norm: Tensor | None, eps: float) -> bool:
     """y [tokens, n] = x [tokens, groups * k] W^T; y bf16 or float32. False, and nothing done, without a plan."""
     tokens, n = y.shape
     k = x.shape[-1] // groups
-    work = Product(FORMATS[number], tokens, n, k, groups, norm is not None)
-    plan = plan or linear_plan(work, processors(x.device.index))
+    work = Product(FORMATS[weight.number], tokens, n, k, groups, norm is not None)
+    plan = linear_plan(work, processors(x.device.index))
     if plan is None:
         return False
     out = "float" if y.dtype == torch.float32 else "__nv_bfloat16"
-    defines = f"FMT={number}", f"OUT={out}", f"NORM={int(work.norm)}", *plan.defines(work.tail)
-    ready("gemm_linear.cu", "gemm_linear", *defines)(
-        plan.parts, plan.warps * 32, x, norm, codes, scales, scale_2, y, tokens, n, k, groups, x.stride(0),
-        int(scale_2 is not None and scale_2.dim() > 0), eps, plan.received,
-        shared=plan.shared, cluster=plan.cluster, pdl=pdl,
+    kind = f"FMT={weight.number}", f"OUT={out}", f"NORM={int(work.norm)}"
+    ready("gemm_linear.cu", "gemm_linear", *kind, *plan.defines(work.tail))(
+        plan.parts, plan.warps * 32, x, norm, *weight, y, tokens, n, k, groups, x.stride(0), int(weight.row_scales), eps,
+        plan.received, shared=plan.shared, cluster=plan.cluster, pdl=True,
     )  # fmt: skip
     return True
 
@@ -174,27 +168,18 @@ def project_plans(tokens: int, n: int, m: int, k: int, sms: int, number: int, ex
     return min(plans, key=lambda pair: max(map(clocks, works, pair)), default=None)
 
 
-def run_project(
-    x: Tensor,
-    weight: Weight,
-    exact: Weight,
-    y: Tensor,
-    z: Tensor,
-    pdl: bool = True,
-    plans: tuple[Plan, Plan] | None = None,
-) -> bool:
+def run_project(x: Tensor, weight: Weight, exact: Weight, y: Tensor, z: Tensor) -> bool:
     """Fill y bf16 [tokens, N] and z float32 [tokens, M]. False, and nothing done, without a plan."""
     tokens, k = x.shape
     n, m, forms = y.shape[1], z.shape[1], (weight.number, exact.number)
-    plans = plans or project_plans(tokens, n, m, k, processors(x.device.index), *forms)
+    plans = project_plans(tokens, n, m, k, processors(x.device.index), *forms)
     if plans is None:
         return False
     first, second = plans
     ready("gemm_project.cu", "gemm_project", *project_defines(first, second, k, *forms))(
         first.parts + second.parts, first.warps * 32, x, *weight, y, n, *exact, z, m, tokens, k, x.stride(0),
-        *(int(one.scale_2 is not None and one.scale_2.dim() > 0) for one in (weight, exact)),
-        first.parts, first.received, second.received,
-        shared=max(first.shared, second.shared), cluster=first.cluster, pdl=pdl,
+        int(weight.row_scales), int(exact.row_scales), first.parts, first.received, second.received,
+        shared=max(first.shared, second.shared), cluster=first.cluster, pdl=True,
     )  # fmt: skip
     return True
 

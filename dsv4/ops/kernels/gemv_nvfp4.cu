@@ -54,8 +54,8 @@ struct Feed {
   DEVICE void copy() {
     if (units > 0) {
 #pragma unroll
-      for (int r = 0; r < UNIT; ++r) copy16(now + r * 512, codes + r * ROW, EVICT_FIRST, true);
-      if ((threadIdx.x & 31) < UNIT * 4) copy16(now + UNIT * 512, scales, EVICT_FIRST, true);
+      for (int r = 0; r < UNIT; ++r) copy16_once(now + r * 512, codes + r * ROW, true);
+      if ((threadIdx.x & 31) < UNIT * 4) copy16_once(now + UNIT * 512, scales, true);
       const bool ends = ++turn == TURNS;
       turn = ends ? 0 : turn, units -= ends;
       codes += ends ? 512 + WARPS * UNIT * ROW - ROW : 512;

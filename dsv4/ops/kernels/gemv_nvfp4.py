@@ -3,15 +3,12 @@
 import torch
 from torch import Tensor
 
-from dsv4.ops.kernels.stream import Weight, processors, ready
+from dsv4.ops.kernels.stream import ALONE, BESIDE, Weight, processors, ready
 
 WARPS = 8
 UNIT = 4  # rows that a warp multiplies at a time
 STAGES = 6, 5, 4, 3
 STAGE_BYTES = WARPS * UNIT * (512 + 64)
-# Shared memory of which a multiprocessor has not room for two blocks, and what it has room for beside one of those. Blocks
-# come while the kernel before still runs, and where it has few, an idle multiprocessor could get two and be late with both.
-ALONE, BESIDE = 114 * 1024, 110 * 1024
 
 
 def activation_bytes(k: int, groups: int) -> int:
@@ -47,7 +44,6 @@ def run(
     groups: int = 1,
     norm: Tensor | None = None,
     eps: float = 0.0,
-    pdl: bool = True,
 ) -> bool:
     """y [1, rows] = x [1, groups * k] W^T, bf16 or float32, and with a second weight (then there are no groups) float32 z.
     False, and nothing done, for sizes that the kernel does not read."""
@@ -66,6 +62,6 @@ def run(
     launch(
         blocks, WARPS * 32, x, norm, *weight, y, n, weight.scale_2.dim(), y.dtype == torch.float32,
         *(exact or (None, None, None)), z, m, exact.scale_2.dim() if exact else 0, parts, groups, eps,
-        shared=shared, pdl=pdl,
+        shared=shared, pdl=True,
     )  # fmt: skip
     return True

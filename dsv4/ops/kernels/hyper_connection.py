@@ -103,7 +103,6 @@ def run(
     eps: float,
     hc_eps: float,
     iterations: int | None,
-    plan: Plan | None = None,
 ) -> tuple[Tensor, ...]:
     """Mix the streams with `before` = (y, post, comb) of the sublayer before, unless None, then collapse them. Returns
     the mixed streams (or `streams`), x, post, comb; without `iterations` it is the head, and post and comb are None."""
@@ -113,7 +112,7 @@ def run(
     x = streams.new_empty((tokens, hidden))
     post, comb = (None, None) if head else (fn.new_empty((tokens, n)), fn.new_empty((tokens, n, n)))
     constants = base, scale, norm_weight, eps, hc_eps, iterations or 0
-    if tokens > SMALL and plan is None:
+    if tokens > SMALL:
         if before:
             streams = run_post(name, before[0], streams, *before[1:])
         products = torch.mm(streams.flatten(1), _split(fn).t(), out_dtype=torch.float32)
@@ -125,7 +124,7 @@ def run(
         _check_post(name, y, streams, old_post, old_comb)
     mixed = torch.empty_like(streams) if before and not head else streams
     if tokens:
-        plan = plan or Plan.of(tokens, hidden)
+        plan = Plan.of(tokens, hidden)
         defines = *_sizes(streams, y, head), f"POST={int(before is not None)}", *plan.defines()
         shared = plan.shared(fn.shape[0], n, hidden)
         launch = raised(kernel("hyper_connection.cu", "hc_mix", *defines), shared, plan.cluster)

@@ -10,6 +10,8 @@ from dsv4.ops.kernels import gemm, gemv_nvfp4
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.limits import SHARED_BYTES
 from dsv4.ops.kernels.stream import (
+    ALONE,
+    BESIDE,
     BF16,
     FORMATS,
     FP4,
@@ -17,8 +19,10 @@ from dsv4.ops.kernels.stream import (
     STATIC_BYTES,
     Format,
     Weight,
+    ceil,
     check_weight,
     clusters,
+    defines,
     processors,
     ready,
     steps_of,
@@ -30,16 +34,8 @@ WARPS = 8
 STAGES = 6, 5, 4, 3
 SUMS_BYTES = 24 * 1024  # of the warps' sums, where they need not all be kept
 ACTIVATION_BYTES = 32 * 1024  # of all tokens that a block should have at most: it takes in some 25 bytes a clock
-# Shared memory of which a multiprocessor has not room for two blocks, and what it has room for beside one of those. Blocks
-# come while the kernel before still runs: where that has few, an idle multiprocessor would get two and be late with both.
-ALONE, BESIDE = 114 * 1024, 110 * 1024
 WITH_ATTENTION = 118 * 1024  # what there is room for beside a block of attention of one token
 WHOLE = SHARED_BYTES - STATIC_BYTES
-
-
-def ceil(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,7 @@ class Plan:
     shared: int
 
     def defines(self, tail: bool) -> tuple[str, ...]:
-        named = {"WARPS": WARPS, "KW": self.kw, "NT": 1, "STAGES": self.stages, "TAIL": int(tail)}
-        named |= {"STEPS": self.steps, "MOST": self.most}
-        return tuple(f"{key}={value}" for key, value in named.items())
+        return defines(WARPS=WARPS, KW=self.kw, NT=1, STAGES=self.stages, TAIL=int(tail), STEPS=self.steps, MOST=self.most)
 
     @property
     def threads(self) -> int:
@@ -199,62 +193,45 @@ def strided_rows(x: Tensor, groups: int = 1) -> Tensor:
 
 
 def linear(
-    number: int,
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    scale_2: Tensor | None,
+    weight: Weight,
     groups: int = 1,
     norm: Tensor | None = None,
     eps: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """[..., n] of `dtype` from at most 64 rows x [..., k] or [..., groups, k] and n rows of codes."""
-    n = codes.shape[0]
+    """[..., n] of `dtype` from at most 64 rows x [..., k] or [..., groups, k] and a weight of n rows."""
+    n = len(weight.codes)
     rows = strided_rows(x, groups)
     y = torch.empty((len(rows), n), dtype=dtype, device=x.device)
     if len(rows) and n:
-        run_linear(number, rows, codes, scales, scale_2, y, groups, norm, eps)
+        run_linear(rows, weight, y, groups, norm, eps)
     return y.view(*x.shape[: -1 if groups == 1 else -2], n)
 
 
-def run_linear(
-    number: int,
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    scale_2: Tensor | None,
-    y: Tensor,
-    groups: int = 1,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    pdl: bool = True,
-    plan: Plan | None = None,
-) -> None:
+def run_linear(x: Tensor, weight: Weight, y: Tensor, groups: int = 1, norm: Tensor | None = None, eps: float = 0.0) -> None:
     """y [tokens, n] = x [tokens, groups * k] W^T; y bf16 or float32. At most 64 tokens a launch, and half of them where
     they do not fit into shared memory."""
     tokens, n = y.shape
-    one = tokens == 1 and number == FP4 and plan is None
-    if one and gemv_nvfp4.run(x, Weight(codes, scales, scale_2), y, None, None, groups, norm, eps, pdl):
+    if tokens == 1 and weight.number == FP4 and gemv_nvfp4.run(x, weight, y, groups=groups, norm=norm, eps=eps):
         return
-    if tokens > FEW and plan is None and gemm.run_linear(number, x, codes, scales, scale_2, y, groups, norm, eps, pdl):
+    if tokens > FEW and gemm.run_linear(x, weight, y, groups, norm, eps):
         return
     k = x.shape[-1] // groups
-    work = Work(FORMATS[number], tokens, n, k, groups, norm is not None)
-    plan = plan or (linear_plan(work, processors(x.device.index)) if tokens <= FEW else None)
+    work = Work(FORMATS[weight.number], tokens, n, k, groups, norm is not None)
+    plan = linear_plan(work, processors(x.device.index)) if tokens <= FEW else None
     if plan is None:
         if tokens == 1:
             raise ValueError(f"linear: an input width of {k} does not fit in shared memory")
         half = tokens // 2 if tokens <= FEW else (tokens + 15) // 16 * 8
         for part in (slice(0, half), slice(half, None)):
-            run_linear(number, x[part], codes, scales, scale_2, y[part], groups, norm, eps, pdl)
+            run_linear(x[part], weight, y[part], groups, norm, eps)
         return
-    defines = f"FMT={number}", f"OUT={'float' if y.dtype == torch.float32 else '__nv_bfloat16'}", f"NORM={int(work.norm)}"
-    function = ready("gemv_linear.cu", "linear", *defines, *plan.defines(work.tail))
-    function(
-        plan.parts, plan.threads, x, norm, codes, scales, scale_2, y, tokens, n, k, groups, x.stride(0),
-        int(scale_2 is not None and scale_2.dim() > 0), plan.slots, plan.buffers,
-        eps, plan.ranks, shared=plan.shared, cluster=plan.cluster, pdl=pdl,
+    out = "float" if y.dtype == torch.float32 else "__nv_bfloat16"
+    kind = f"FMT={weight.number}", f"OUT={out}", f"NORM={int(work.norm)}"
+    ready("gemv_linear.cu", "linear", *kind, *plan.defines(work.tail))(
+        plan.parts, plan.threads, x, norm, *weight, y, tokens, n, k, groups, x.stride(0), int(weight.row_scales),
+        plan.slots, plan.buffers, eps, plan.ranks, shared=plan.shared, cluster=plan.cluster, pdl=True,
     )  # fmt: skip
 
 
@@ -290,38 +267,31 @@ def project(x: Tensor, weight: Weight, exact: Weight) -> tuple[Tensor, Tensor]:
     return y.view(*x.shape[:-1], n), z.view(*x.shape[:-1], m)
 
 
-def run_project(
-    x: Tensor,
-    weight: Weight,
-    exact: Weight,
-    y: Tensor,
-    z: Tensor,
-    pdl: bool = True,
-    plans: tuple[Plan, Plan] | None = None,
-) -> None:
+def run_project(x: Tensor, weight: Weight, exact: Weight, y: Tensor, z: Tensor) -> None:
     """Fill y bf16 [tokens, N] and z float32 [tokens, M]."""
     tokens, k = x.shape
     n, m, forms = y.shape[1], z.shape[1], (weight.number, exact.number)
-    if tokens == 1 and plans is None and forms == (FP4, FP4) and gemv_nvfp4.run(x, weight, y, exact, z, pdl=pdl):
+    if tokens == 1 and forms == (FP4, FP4) and gemv_nvfp4.run(x, weight, y, exact, z):
         return
-    if tokens > FEW and n and m and plans is None and gemm.run_project(x, weight, exact, y, z, pdl):
+    if tokens > FEW and n and m and gemm.run_project(x, weight, exact, y, z):
         return
+    plans = None
     if n and m and tokens <= FEW:
-        plans = plans or project_plans(tokens, n, m, k, processors(x.device.index), *forms)
+        plans = project_plans(tokens, n, m, k, processors(x.device.index), *forms)
     if not plans:  # nothing to share a launch, or no room for all tokens
         if n:
-            run_linear(weight.number, x, *weight, y, pdl=pdl)
+            run_linear(x, weight, y)
         if m:
-            run_linear(exact.number, x, *exact, z, pdl=pdl)
+            run_linear(x, exact, z)
         return
     first, second = plans
     tail = any(k % FORMATS[number].step_values for number in forms)
-    defines = replace(first, stages=min(first.stages, second.stages)).defines(tail)
-    ready("gemv_project.cu", "project", f"FMT={forms[0]}", f"EXACT={forms[1]}", *defines, f"EXACT_STEPS={second.steps}")(
+    both = replace(first, stages=min(first.stages, second.stages)).defines(tail)
+    ready("gemv_project.cu", "project", f"FMT={forms[0]}", f"EXACT={forms[1]}", *both, f"EXACT_STEPS={second.steps}")(
         first.parts + second.parts, first.threads, x, *weight, y, n, *exact, z, m, tokens, k, x.stride(0),
-        *(int(one.scale_2 is not None and one.scale_2.dim() > 0) for one in (weight, exact)),
+        int(weight.row_scales), int(exact.row_scales),
         first.slots, first.buffers, second.slots, second.buffers, first.parts, first.ranks,
-        shared=max(first.shared, second.shared), cluster=first.cluster, pdl=pdl,
+        shared=max(first.shared, second.shared), cluster=first.cluster, pdl=True,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.limits import raised
 from dsv4.ops.kernels.moe_plans import MOST_PICKS, ExpertsPlan, TokenPlan, experts_plan, token_plan
-from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8, check_weight, processors, ready, rows_of
+from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8, Weight, check_weight, processors, ready, rows_of
 
 ENTRIES = 512  # (token, choice) pairs of a decode launch, those of a shared expert among them
 MANY_ENTRIES = 32768  # and of a prefill launch, which keeps a float32 result of each
@@ -19,28 +19,19 @@ TOKEN, EXPERTS, PREFILL = "moe_token.cu", "moe_experts.cu", "moe_prefill.cu"
 COMBINE = "FMT=0", "WARPS=4", "KW=4", "NT=1", "MT=1", "STAGES=3", "TAIL=0", "SHARED=0"
 
 
-class Weights(NamedTuple):
-    """A stack of expert matrices, or the shared expert's one: codes; scales of their blocks, for NVFP4 in E4M3 and for FP8
-    in float32; the float32 scales of NVFP4 matrices."""
-
-    codes: Tensor
-    scales: Tensor | None = None
-    scale_2: Tensor | None = None
-
-
 class Shared(NamedTuple):
     """The FP8 matrices of a shared expert beside the stack."""
 
-    gate_up: Weights
-    down: Weights
+    gate_up: Weight
+    down: Weight
 
 
 class Call(NamedTuple):
     """What all launches of one call have in common. The kernels' arguments for the shared expert are null without one."""
 
     number: int
-    gate_up: Weights
-    down: Weights
+    gate_up: Weight
+    down: Weight
     shared: Shared | None
     shared_last: bool
     limit: float
@@ -48,10 +39,9 @@ class Call(NamedTuple):
     count: int
 
     @classmethod
-    def of(cls, gate_up: Weights, down: Weights, shared: Shared | None, shared_last: bool, limit: float) -> "Call":
-        number = {torch.uint8: FP4, torch.float8_e4m3fn: FP8}.get(gate_up.codes.dtype, BF16)
+    def of(cls, gate_up: Weight, down: Weight, shared: Shared | None, shared_last: bool, limit: float) -> "Call":
         inter, count = gate_up.codes.shape[1] // 2, down.codes.shape[0]
-        return cls(number, gate_up, down, shared, shared_last, limit, inter, count)
+        return cls(gate_up.number, gate_up, down, shared, shared_last, limit, inter, count)
 
     @property
     def shared_gate_up(self) -> tuple[Tensor | None, Tensor | None]:
@@ -72,7 +62,7 @@ def _blocks(size: int) -> int:
 
 
 def _check_stack(
-    name: str, part: str, number: int, stack: Weights, leading: tuple, halves: int, rows: int, width: int
+    name: str, part: str, number: int, stack: Weight, leading: tuple, halves: int, rows: int, width: int
 ) -> None:
     """ValueError unless the kernels can read `halves` * rows x width matrices of this format."""
     device = stack.codes.device
@@ -124,8 +114,8 @@ def run_experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    gate_up: Weights,
-    down: Weights,
+    gate_up: Weight,
+    down: Weight,
     limit: float,
     shared_last: bool = False,
     shared: Shared | None = None,

@@ -94,11 +94,11 @@ struct Feed {
       const u8* row = codes;
 #pragma unroll
       for (int i = 0; i < 4; ++i, row += 4 * row_bytes)
-        copy16((i % 2 ? odd : now) + i * 512, row, EVICT_FIRST, valid && left > lane / 8 + 4 * i);
+        copy16_once((i % 2 ? odd : now) + i * 512, row, valid && left > lane / 8 + 4 * i);
       if (F == FP4) {
         const u32 stage = now - (lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16) + TILE * 128;
         if (!TAIL) {
-          if (lane < TILE) copy16(stage + lane * 16, scales, EVICT_FIRST, left > lane);
+          if (lane < TILE) copy16_once(stage + lane * 16, scales, left > lane);
         } else {
           row = scales;
 #pragma unroll

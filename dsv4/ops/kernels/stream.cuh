@@ -42,9 +42,9 @@ template <int F> constexpr float RAW = F == FP4 ? 16384.f : 1.f;
 // The policy of what is read once: it leaves the L2 first. The constant is what createpolicy makes.
 constexpr u64 EVICT_FIRST = 0x12F0000000000000;
 
-DEVICE void copy16(u32 to, const u8* from, u64 policy, bool valid) {
+DEVICE void copy16_once(u32 to, const u8* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0),
-               "l"(policy) : "memory");
+               "l"(EVICT_FIRST) : "memory");
 }
 DEVICE void copy16(u32 to, const u8* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
@@ -107,7 +107,7 @@ DEVICE __half2 decode_scales(u32 two) {
 // Part `rank` of `ranks` of K, a block's or a warp's: bytes [begin, end) of every row of codes, in `steps` steps.
 template <int F>
 struct Slice {
-  int row_bytes, scale_bytes, begin, end, steps, chunks;
+  int row_bytes, scale_bytes, begin, end, steps;
 };
 
 template <int F>
@@ -119,7 +119,6 @@ DEVICE Slice<F> make_slice(int k, int rank, int ranks) {
   s.begin = rank * mine * 128;
   s.end = max(s.begin, min(s.row_bytes, s.begin + mine * 128));
   s.steps = (s.end - s.begin + 127) / 128;
-  s.chunks = (s.steps + KW - 1) / KW;
   return s;
 }
 
@@ -148,19 +147,19 @@ DEVICE Pieces make_pieces(const u8* codes, const u8* scales, const Slice<F>& s, 
 
 // Start copying step `step` of a tile into a stage. Chunk c of 16 bytes of row r goes to chunk c ^ (r % 8): no bank conflicts.
 template <int F>
-DEVICE void load_step(u8* stage, const Pieces& p, const Slice<F>& s, int step, u64 policy) {
+DEVICE void load_step(u8* stage, const Pieces& p, const Slice<F>& s, int step) {
   const int lane = threadIdx.x & 31, at = step * 128;
   const u32 to = shared_address(stage);
   const bool inside = !TAIL || s.begin + at + lane % 8 * 16 < s.end;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const u8* from = p.codes[i / 2] + i % 2 * 4 * s.row_bytes + at;
-    copy16(to + (lane / 8 + 4 * i) * 128 + (lane % 8 ^ (lane / 8 + i % 2 * 4)) * 16, from, policy,
-           inside && lane / 8 + 4 * i < p.rows);
+    copy16_once(to + (lane / 8 + 4 * i) * 128 + (lane % 8 ^ (lane / 8 + i % 2 * 4)) * 16, from,
+                inside && lane / 8 + 4 * i < p.rows);
   }
   if (F == FP4) {
     if (!TAIL) {
-      if (lane < 16) copy16(to + 2048 + lane * 16, p.scales[0] + at / 8, policy, lane < p.rows);
+      if (lane < 16) copy16_once(to + 2048 + lane * 16, p.scales[0] + at / 8, lane < p.rows);
     } else {
       const bool in = (s.begin + at) / 8 + lane % 4 * 4 < s.scale_bytes;
 #pragma unroll

@@ -12,6 +12,19 @@ from dsv4.ops.kernels.limits import SHARED_BYTES, raised
 
 BF16, FP8, FP4 = 0, 1, 2
 STATIC_BYTES = 4096  # what a kernel may declare besides its dynamic shared memory
+# Shared memory of which a multiprocessor has not room for two blocks, and what it has room for beside one of those. Blocks
+# come while the kernel before still runs: where that has few, an idle multiprocessor would get two and be late with both.
+ALONE, BESIDE = 114 * 1024, 110 * 1024
+
+
+def ceil(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def defines(**values: int) -> tuple[str, ...]:
+    """What a kernel is compiled with, by name."""
+    return tuple(f"{name}={value}" for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -39,8 +52,8 @@ FORMATS = (Format(BF16, "bf16"), Format(FP8, "FP8"), Format(FP4, "NVFP4"))
 
 
 class Weight(NamedTuple):
-    """A weight as the ops take it: codes [N, ...]; scales of their blocks, for NVFP4 in E4M3 and for FP8 in float32; the
-    float32 scale_2 of NVFP4, one or one a row."""
+    """A weight as the ops take it, or a stack of them: codes [..., N, width]; scales of their blocks, for NVFP4 in E4M3 and
+    for FP8 in float32; the float32 scale_2 of NVFP4, one or one a row, in a stack one or two a matrix."""
 
     codes: Tensor
     scales: Tensor | None = None
@@ -50,6 +63,11 @@ class Weight(NamedTuple):
     def number(self) -> int:
         """That of its format."""
         return {torch.uint8: FP4, torch.float8_e4m3fn: FP8}.get(self.codes.dtype, BF16)
+
+    @property
+    def row_scales(self) -> bool:
+        """Whether each row has a scale_2 of its own."""
+        return self.scale_2 is not None and self.scale_2.dim() > 0
 
 
 @functools.cache
