@@ -1,6 +1,5 @@
 """The host memory of a load, on a checkpoint of examples/load_big.py; and that script itself."""
 
-import importlib.util
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from dsv4.model.checkpoint import load_folder
 from dsv4.model.config import ModelConfig
 from dsv4.model.shards import Folder
 from dsv4.model.transformer import Transformer
+from tests.examples import example
 from tests.model.tiny_oracle import TINY
 
 MIB = 2**20
@@ -19,10 +19,7 @@ SCRIPT = TINY.parent / "load_big.py"
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("load_big", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("load_big")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 """examples/long_context.py and examples/index_recall.py on a small scale: what they report must be right."""
 
-import importlib.util
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +12,8 @@ from dsv4.model.cache import Cache
 from dsv4.model.plan import Sizes, buffer_bytes, step_bytes
 from dsv4.model.random_source import RandomSource
 from dsv4.model.transformer import Transformer
+from tests.examples import EXAMPLES, example
 from tests.test_bench import narrow
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

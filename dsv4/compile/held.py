@@ -42,8 +42,7 @@ class HeldSlots:
         """Make the present position of a held slot one that `rewind` can return to later. The engine does so by itself at
         the end of every prompt and before every request. ValueError if the state is not whole."""
         sequence = self._sequence(slot)
-        if not sequence.intact:
-            raise ValueError(f"slot {slot} ran beyond position {len(sequence.tokens)}; rewind it first")
+        sequence.require_intact()
         sequence.mark()
 
     def positions(self, slot: int) -> list[int]:

@@ -69,6 +69,15 @@ class Sequence:
         """Whether the state after `tokens` is still there."""
         return covered(self.config, len(self.tokens), self.written)
 
+    def require_intact(self) -> None:
+        """ValueError, with what can be done, if the state after `tokens` is not there."""
+        if not self.intact:
+            known = ", ".join(str(p) for p in self.positions())
+            raise ValueError(
+                f"slot {self.slot} ran beyond position {len(self.tokens)}, where its request ended; rewind it first, to "
+                f"one of {known}"
+            )
+
     def positions(self) -> list[int]:
         """The positions to which `rewind` can go, ascending."""
         end = len(self.tokens)

@@ -78,12 +78,7 @@ class Snapshot:
 
 def take(sequence: Sequence, model: str) -> Snapshot:
     """The state of a sequence now; waits for the device. ValueError if it is not whole."""
-    if not sequence.intact:
-        known = ", ".join(str(p) for p in sequence.positions())
-        raise ValueError(
-            f"slot {sequence.slot} ran beyond position {len(sequence.tokens)}, where its request ended; rewind it "
-            f"first, to one of {known}"
-        )
+    sequence.require_intact()
     views = _parts(sequence, len(sequence.tokens))
     parts = {name: view.to("cpu", copy=True).contiguous() for name, view in views.items()}
     return Snapshot(list(sequence.tokens), sequence.written, model, formats_of(sequence.cache), parts)

@@ -42,15 +42,19 @@ def generated(engine, prompts, max_new_tokens=7, **settings):
     return [(completion.token_ids, completion.logprobs) for completion in completions]
 
 
-def assert_independent(engine, prompts):
+def assert_independent(engine, prompts, max_new_tokens=7):
     """Greedy and sampled; alone, together, in the other order, and after NaN was left behind in the whole cache."""
-    alone = [generated(engine, [prompt], temperature=0)[0] for prompt in prompts]
-    assert generated(engine, prompts, temperature=0) == alone
+
+    def run(prompts, **settings):
+        return generated(engine, prompts, max_new_tokens, **settings)
+
+    alone = [run([prompt], temperature=0)[0] for prompt in prompts]
+    assert run(prompts, temperature=0) == alone
     for buffer in engine.cache.buffers():
         buffer.fill_(math.nan)
-    assert generated(engine, prompts[::-1], temperature=0)[::-1] == alone
-    drawn = generated(engine, prompts, temperature=0.9, top_p=0.8, seed=11)
-    assert drawn == [generated(engine, [p], temperature=0.9, top_p=0.8, seed=11 + i)[0] for i, p in enumerate(prompts)]
+    assert run(prompts[::-1], temperature=0)[::-1] == alone
+    drawn = run(prompts, temperature=0.9, top_p=0.8, seed=11)
+    assert drawn == [run([p], temperature=0.9, top_p=0.8, seed=11 + i)[0] for i, p in enumerate(prompts)]
 
 
 def test_generation(engines, prompts):

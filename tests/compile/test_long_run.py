@@ -1,21 +1,11 @@
 """examples/soak.py and examples/throughput.py, on a small scale: what they report on a GPU they must report right."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
+from tests.examples import example
 from tests.model.random_checkpoints import compiled_engine
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
 """deterministic=True on a CUDA device: bitwise the same alone and among others, for the captured step and the eager one."""
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
 import dsv4
+from tests.compile.test_deterministic import assert_independent, generated
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 LENGTHS = (1, 5, 64, 65, 33, 300, 17, 129)
@@ -33,25 +33,14 @@ def engine():
     return load(3)
 
 
-def generated(engine, prompts, **settings):
-    completions = engine.generate(prompts, 24, ignore_eos=True, logprobs=2, **settings)
-    return [(completion.token_ids, completion.logprobs) for completion in completions]
-
-
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "captured"])
 def test_alone_together_in_the_other_order_and_after_nan(compile, engine, prompts):
     engine = load(3, compile=True) if compile else engine
-    alone = [generated(engine, [prompt], temperature=0)[0] for prompt in prompts]
-    assert generated(engine, prompts, temperature=0) == alone
-    for buffer in engine.cache.buffers():
-        buffer.fill_(math.nan)
-    assert generated(engine, prompts[::-1], temperature=0)[::-1] == alone
-    drawn = generated(engine, prompts, temperature=0.9, top_p=0.8, seed=11)
-    assert drawn == [generated(engine, [p], temperature=0.9, top_p=0.8, seed=11 + i)[0] for i, p in enumerate(prompts)]
+    assert_independent(engine, prompts, 24)
 
 
 def test_another_max_batch_of_the_same_eight(engine, prompts):
-    assert generated(load(8), prompts, temperature=0) == generated(engine, prompts, temperature=0)
+    assert generated(load(8), prompts, 24, temperature=0) == generated(engine, prompts, 24, temperature=0)
 
 
 def test_scores_at_every_batch_size(engine, prompts):
