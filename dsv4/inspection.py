@@ -232,7 +232,8 @@ def text(out: dict) -> str:
         lines.append("")
         for kind, state in cache["layers"].items():
             growth = f"{size_text(state['bytes_per_token'])} a token" if state["bytes_per_token"] else "no growth"
-            lines.append(f"cache of {state['layers']} {kind} layers: {growth}, {size_text(state['fixed_bytes'])} fixed")
+            count = f"{state['layers']} {kind} layer{'s' if state['layers'] > 1 else ''}"
+            lines.append(f"cache of {count}: {growth}, {size_text(state['fixed_bytes'])} fixed")
         lines.append(
             f"cache of a sequence, rows in {cache['kv']} and index keys in {cache['index']}: "
             f"{size_text(cache['bytes_per_token'])} a token and {size_text(cache['fixed_bytes_per_sequence'])} fixed; "
