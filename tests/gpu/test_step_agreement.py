@@ -1,14 +1,19 @@
-"""The decode step with kernels against the same step with the references, both on the device, at Flash widths in bf16.
+"""The decode step with kernels against the same step with the references, both on the device in bf16: at Flash widths with
+random weights, and examples/tiny, which is trained, on a text.
 
 Which experts and which blocks are picked is a matter of the last bit where two scores nearly tie, and a random model has
 near ties everywhere. So the picks are compared by themselves, and the references go on with those of the kernels. The best
-of 129,280 random logits is as often nearly tied with the second: a cosine of 0.9996 leaves 94 % of them the same.
+of 129,280 random logits is as often nearly tied with the second: a cosine of 0.9996 leaves 94 % of them the same, and the
+others have to be the references' best up to two steps of bf16. A trained model is held to the same best token.
 """
+
+import pathlib
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dsv4
 from dsv4.model import config as configs
 from dsv4.model.cache import Cache
 from dsv4.model.random_source import RandomSource, fill_cache
@@ -19,6 +24,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS, BATCH, STEPS, START = 6, 8, 64, 4030  # the steps end blocks of both kinds
 CHUNK = 256
 FORMATS = [("bf16", "bf16"), ("fp8", "fp4")]
@@ -40,18 +46,19 @@ class Kernels(TorchDispatchMode):
 
 
 class References(TorchDispatchMode):
-    """Runs the reference of every dsv4 op in place of its kernel, but goes on with noted picks; counts those it shares."""
+    """Runs the reference of every dsv4 op in place of its kernel. With noted picks it goes on with those, and counts how
+    many of its own are among them."""
 
-    def __init__(self, picks):
+    def __init__(self, picks=None):
         super().__init__()
-        self.picks, self.shared, self.all = iter(picks), 0, 0
+        self.picks, self.shared, self.all = None if picks is None else iter(picks), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func.name().partition("::")
         if namespace != "dsv4":
             return func(*args, **(kwargs or {}))
         out = registered()[name].reference(*args, **(kwargs or {}))
-        if name not in PICKS:
+        if name not in PICKS or self.picks is None:
             return out
         noted = next(self.picks)
         ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (noted, out))
@@ -81,7 +88,7 @@ def test_kernels_and_references_give_the_same_step(model, kv, index, draw):
     ours, theirs = caches(model, kv, index, BATCH, seed)
     with torch.no_grad():
         slots = torch.arange(BATCH, device="cuda")
-        cosines, same, shared, picked = [], 0, 0, 0
+        cosines, same, near, shared, picked = [], 0, 0, 0, 0
         for step in range(STEPS):
             tokens = torch.randint(config.vocab_size, (BATCH,), device="cuda", generator=generator)
             positions = torch.full((BATCH,), START + step, device="cuda")
@@ -90,15 +97,48 @@ def test_kernels_and_references_give_the_same_step(model, kv, index, draw):
             with References(kernels.picks) as references:
                 wanted = model.logits(model(tokens, positions, slots, theirs, decode=True))
             cosines.append(torch.cosine_similarity(found.double(), wanted.double()).min().item())
-            same += (found.argmax(-1) == wanted.argmax(-1)).sum().item()
+            best, chosen = wanted.max(-1).values, wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
+            same += (chosen == best).sum().item()
+            near += (best - chosen <= 2 * bf16_step(best)).sum().item()
             shared, picked = shared + references.shared, picked + references.all
     print(
         f"{kv}, {index}: cosine of the logits: least {min(cosines):.6f}; same top-1 in {same / (BATCH * STEPS):.2%} of "
-        f"{BATCH * STEPS} positions; {shared / picked:.3%} of the picks are the same"
+        f"{BATCH * STEPS} positions, up to two steps of bf16 in {near / (BATCH * STEPS):.2%}; {shared / picked:.3%} of the "
+        "picks are the same"
     )
     # What is rounded to 8 or 4 bits may fall to either side where the two differ by a bf16 rounding before.
     bound = 0.9995 if kv == index == "bf16" else 0.998
-    assert min(cosines) > bound and same / (BATCH * STEPS) >= 0.9 and shared / picked > 0.98
+    assert min(cosines) > bound and shared / picked > 0.98
+    assert same / (BATCH * STEPS) >= 0.9 and near / (BATCH * STEPS) >= 0.99
+
+
+def bf16_step(value: torch.Tensor) -> torch.Tensor:
+    """The distance of neighbouring bf16 numbers at `value`."""
+    return torch.exp2(value.abs().log2().floor() - 7)
+
+
+def test_kernels_and_references_read_a_text_alike():
+    """Eight passages token by token from an empty cache, each side with its own picks."""
+    engine = dsv4.load(ROOT / "examples/tiny", max_batch=1, max_context=1024, compile=False)
+    model, text = engine.model, (ROOT / "examples/eval/haystack.txt").read_text()
+    ids = engine.tokenizer.encode(text)
+    passages = torch.tensor([ids[at : at + STEPS] for at in range(0, 8 * 1000, 1000)], device="cuda")
+    both = [Cache(model.config, len(passages), 1024, torch.bfloat16, "cuda", "bf16", "bf16") for _ in range(2)]
+    slots = torch.arange(len(passages), device="cuda")
+    cosines, same = [], 0
+    with torch.no_grad():
+        for step in range(STEPS):
+            tokens, positions = passages[:, step].contiguous(), torch.full_like(slots, step)
+            found = model.logits(model(tokens, positions, slots, both[0], decode=True))
+            with References():
+                wanted = model.logits(model(tokens, positions, slots, both[1], decode=True))
+            cosines += torch.cosine_similarity(found.double(), wanted.double()).tolist()
+            same += (found.argmax(-1) == wanted.argmax(-1)).sum().item()
+    print(
+        f"examples/tiny: cosine of the logits: least {min(cosines):.6f}, median {sorted(cosines)[len(cosines) // 2]:.6f}; "
+        f"same top-1 in {same / len(cosines):.2%} of {len(cosines)} positions"
+    )
+    assert min(cosines) > 0.9995 and same / len(cosines) >= 0.99
 
 
 @pytest.mark.parametrize(("kv", "index"), FORMATS)
