@@ -2,10 +2,12 @@
 //
 // Bytes at one token: Flash (H 4096) fn 24 x 16384 float32 = 1.57 MB, streams read and written 64 KB, norm 16 KB: 0.4 us at
 // 4.25 TB/s; Pro (H 7168) 2.75 MB, 0.7 us. All is latency.
-// Measured on an H200 in a CUDA graph, each launch taking the results of the one before: Flash 4.0 us at 1 token, 4.6 at 4,
-// 5.3 at 8, 6.3 at 16, 7.5 at 32, 14 at 64, 22 at 128; the head 2.5, 2.5, 2.8, 3.4, 5.0, 6.6, 10. Pro 4.4 at 1, 6.3 at 8, 14 at
-// 32. After a linear of 17 MB it adds 4.5 us at 1 token, 4.3 at 8, 5.5 at 32. Of 4.0 us the Sinkhorn steps are 0.7, all 20 of
-// them 1.2.
+// Measured on an H200 in a CUDA graph, each launch taking the results of the one before: Flash 3.7 us at 1 token, 4.4 at 4,
+// 5.0 at 8, 6.3 at 16, 7.4 at 32, 14 at 64, 22 at 128; the head 2.4, 2.7, 2.8, 3.5, 5.0, 6.7, 10. Pro 4.4 at 1, 6.3 at 8, 15 at
+// 32. Between two linears of 34 MB it adds 6.9 us at 1 token, 6.0 at 8, 7.6 at 32: there its blocks mostly come when those of
+// the linear leave, and the 98 KB of weights that each then takes in are 2 us. Of 3.7 us the Sinkhorn steps are 0.7.
+// Products on the tensor cores, with fn as two bf16, were faster from 16 tokens on (5.7 us at 32, 7.7 at 64), but no decode
+// step with them was: splitting the weights adds to that time.
 //
 // A cluster of CLUSTER blocks has TT tokens, a block SLICE channels of all N streams and the columns of fn that meet them.
 // fn is on its way before the kernel waits for the one before it: HELD quads of weights a thread in registers, the others in

@@ -28,7 +28,8 @@ class Plan:
     @staticmethod
     def of(tokens: int, hidden: int) -> "Plan":
         """The plan as measured best on an H200."""
-        cluster = min(16, 1 << (-(-hidden // 256) - 1).bit_length())
+        # Two at least: asynchronous stores to a cluster of one block are an error to compute-sanitizer.
+        cluster = min(16, max(2, 1 << (-(-hidden // 256) - 1).bit_length()))
         slice_ = -(-hidden // 8 // cluster) * 8
         most = 8 if slice_ <= 256 else 4  # 15 warps, each with at most 256 channels of a token, collapse the streams
         wanted = max(min(tokens, 2), -(-tokens * cluster // BLOCKS))  # two tokens in a cluster cost less than a second one
