@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops._register import op
-from dsv4.ops.compress import THREADS, advance_compressor, check_compressor, parts_of
+from dsv4.ops.compress import THREADS, advance_compressor, check_compressor, parts_of, share_of
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.checks import require, require_tensors
 from dsv4.ops.kv_write import kv_write_ref
@@ -76,15 +76,18 @@ def _launch(op_name, q_all, y, z, at, state, index_state, heads, index_heads, ra
     if tokens:
         sizes = f"DIM={dim}", f"ROPE={2 * inv_freq.shape[0]}", f"THREADS={THREADS}", f"RATE={rate}"
         sizes = *sizes, f"OVERLAP={int(overlap)}", f"PARTS={max(parts, 1)}", f"INDEX_DIM={index_dim}"
+        each = heads_a_warp(tokens, heads, index_heads, index_dim)
+        share = share_of(tokens, rate, overlap, write)
         formats = f"KV={KERNEL_NAMES[rows]}", f"KEYS={KERNEL_NAMES[keys]}"
-        launch = kernel("advance.cu", "advance", *sizes, *formats)
-        blocks = tokens * parts + (tokens if index_state else 0)
-        blocks += _row_blocks(tokens, dim) + _row_blocks(tokens * heads, dim) + _row_blocks(tokens * index_heads, index_dim)
+        launch = kernel("advance.cu", "advance", *sizes, f"HEADS={each}", *formats)
+        blocks = -(-tokens // share) * (parts + (1 if index_state else 0))
+        blocks += _row_blocks(tokens, dim) + _row_blocks(tokens * heads // each, dim)
+        blocks += _row_blocks(tokens * index_heads // each, index_dim)
         launch(
             -(-blocks // max(parts, 1)),
             THREADS,
             *(q_all, y, z, kv_norm, inv_freq, positions, slots, ring, q, kv, tokens, heads),
-            *(q_all.shape[1] // 8, y.shape[1] // 8, (y.shape[1] - dim) // 8, z_width, window, eps, int(write)),
+            *(q_all.shape[1] // 8, y.shape[1] // 8, (y.shape[1] - dim) // 8, z_width, window, eps, int(write), share),
             *_with_capacity(state),
             *_with_capacity(index_state),
             *(index_heads, index_scale(index_heads, index_dim) if index_state else 0.0, index_q, index_weights),
@@ -92,6 +95,13 @@ def _launch(op_name, q_all, y, z, at, state, index_state, heads, index_heads, ra
             pdl=True,
         )
     return (q, kv, index_q, index_weights) if index_state else (q, kv)
+
+
+def heads_a_warp(tokens: int, heads: int, index_heads: int, index_dim: int) -> int:
+    """Heads that a warp of advance.cu has one after another: with many tokens not all warps run at once anyway."""
+    wanted = 1 if tokens <= 8 else 2 if tokens <= 32 else 4
+    fits = (n for n in (4, 2) if heads % n == index_heads % n == 0 and (not index_heads or index_dim >= 8 * n))
+    return next((n for n in fits if n <= wanted), 1)
 
 
 def _row_blocks(rows: int, dim: int) -> int:

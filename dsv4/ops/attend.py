@@ -56,6 +56,7 @@ def attend_cuda(
     require("attend", whole, f"compact rows of a slot must be a multiple of 4: {[t.shape for t in stored.values()]}")
     blocks = entries.shape[1] if entries is not None else 0
     picks = indices.shape[1] if indices is not None else 0
+    require("attend", tokens * picks < 2**31, f"{tokens} tokens with {picks} picks each, fewer than 2^31 in all expected")
     require("attend", sinks.shape == (heads,), f"sinks {tuple(sinks.shape)} for {heads} heads")
     require("attend", rope <= dim, f"{inv_freq.shape[0]} rope frequencies for head dim {dim}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

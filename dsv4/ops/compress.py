@@ -46,6 +46,14 @@ def parts_of(dim: int, overlap: bool, compact: bool) -> int:
     return parts
 
 
+def share_of(tokens: int, rate: int, overlap: bool, single: bool) -> int:
+    """How many neighbouring tokens a cluster of the kernels takes. One in `rate` tokens of a chunk completes a block. Where
+    all are of different slots (`single`) any may, and a cluster pools one after another; but few do if blocks are long."""
+    if not single:
+        return max(rate, 1)
+    return 4 if tokens > 16 and not overlap else 1
+
+
 def check_compressor(op_name, ape, norm, inv_freq, c_ring, z_ring, entries, rate):
     """What the kernels require of a compressor's weights and state. Returns whether its blocks overlap, and the format of
     its entries (see row_formats)."""
@@ -76,10 +84,11 @@ def _cuda(c, z, ape, norm_weight, inv_freq, positions, slots, c_ring, z_ring, en
         launch = kernel(
             "compress.cu", "compress", *sizes, f"PARTS={parts}", f"THREADS={THREADS}", f"FORMAT={KERNEL_NAMES[format]}"
         )
-        state = c_ring, z_ring, entries, tokens, entries.shape[1], eps
+        share = share_of(tokens, rate, overlap, False)
+        state = c_ring, z_ring, entries, tokens, share, entries.shape[1], eps
         weights = ape, norm_weight, inv_freq
         cluster = parts if parts > 1 else None
-        launch(tokens, THREADS, c, z, *weights, positions, slots, *state, cluster=cluster, pdl=True)
+        launch(-(-tokens // share), THREADS, c, z, *weights, positions, slots, *state, cluster=cluster, pdl=True)
 
 
 @op(SCHEMA, fake=_fake, cuda=_cuda)

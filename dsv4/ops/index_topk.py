@@ -24,7 +24,7 @@ def _fake(q, weights, keys, positions, slots, rate, topk):
 
 
 FORMATS = {None: "BF16", FP8_KEYS: "FP8", FP4_KEYS: "FP4"}  # in the order of kernels/index_scores.cuh
-LOCAL = 128  # visible blocks for each block of the GPU up to which those that select also score
+LOCAL = 3072, 1536  # visible blocks of one and of several tokens up to which those that select also score
 FEW = 32  # tokens up to which blocks of the GPU share a token; beyond it tokens share blocks, see kernels/index_prefill.cu
 THREADS = 512  # of a block of index_prefill
 SCORE_THREADS, SCORE_KEYS = 256, 256  # of a block of index_score, and keys that it takes at a time
@@ -56,7 +56,8 @@ class Shape(NamedTuple):
         """Bytes of shared memory; the kernel asserts that they suffice."""
         own = -(-self.local // (16 * self.cluster)) * 16
         most = -(-min(self.slice, self.topk) // 16) * 16
-        return 16384 + self.cluster * (most + 1) * 4 + 32 + own * 4 + most * 20 + 256 + WORKSPACE
+        places = max(most, own)
+        return 16384 + self.cluster * (places + 1) * 4 + 32 + own * 4 + most * 16 + places * 4 + 256 + WORKSPACE
 
     @property
     def score_defines(self) -> tuple[str, ...]:
@@ -99,10 +100,10 @@ def check_widths(heads: int, dim: int) -> None:
 def shape_for(tokens: int, heads: int, dim: int, format: str, capacity: int, topk: int) -> Shape:
     """The division for up to FEW tokens; ValueError if the kernels cannot take these widths."""
     check_widths(heads, dim)
-    wanted = 16 if tokens == 1 else 8 if tokens <= 16 else 4
+    wanted, local = 16 if tokens == 1 else 8 if tokens <= 16 else 4, LOCAL[tokens > 1]
     for cluster in (wanted, *(n for n in (8, 4, 2) if n < wanted)):
-        threads = 512 if tokens <= 16 else 256
-        shape = Shape(heads, dim, format, topk, cluster, capacity, min(LOCAL * cluster, capacity), threads)
+        threads = 512 if tokens <= 8 else 256
+        shape = Shape(heads, dim, format, topk, cluster, capacity, min(local, capacity), threads)
         if shape.shared <= limits.SHARED_BYTES:
             return shape
     raise ValueError(f"index_topk: {capacity} blocks with topk {topk} need more shared memory than a block can have")

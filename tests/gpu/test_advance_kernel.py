@@ -124,11 +124,12 @@ def values(layer):
     return found + [keys_of(keys, n.index_dim, torch.float32) for keys in layer.index[4:]]
 
 
+@pytest.mark.parametrize("count", (12, 20, 33))
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_slots(kind, draw):
-    """33 slots of one token each, among them inert ones."""
-    layer = Layer(draw, kind, (132,) * 33, BF16, SIZES["tiny"])
-    segments = [(slot if slot % 5 else -1, 127 - slot % 3, 128 - slot % 3) for slot in range(33)]
+def test_many_slots(kind, count, draw):
+    """Slots of one token each, among them inert ones: one or several heads a warp, one or several tokens a cluster."""
+    layer = Layer(draw, kind, (132,) * count, BF16, SIZES["tiny"])
+    segments = [(slot if slot % 5 else -1, 127 - slot % 3, 128 - slot % 3) for slot in range(count)]
     compare(layer.fork("cuda"), layer.fork("cuda"), [make_batch(segments, GARBAGE_POSITIONS)], True)
 
 

@@ -117,7 +117,7 @@ def test_several_tokens(format, draw):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("visible", (1023, 1024, 1025, 2047, 2048, 2049, 5000, 20000, 65537, 262145))
+@pytest.mark.parametrize("visible", (1024, 1535, 1536, 1537, 2049, 3071, 3072, 3073, 5000, 20000, 65537, 262145))
 def test_past_the_local_limit(visible, format, draw):
     blocks = next(n for n in (2200, 20480, 262148) if n >= visible + 3)
     for tokens in ((visible,), (visible, None, 40)):

@@ -6,6 +6,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from dsv4 import ops
+from dsv4.ops.advance import heads_a_warp
 from dsv4.ops.row_formats import rows_of
 from tests.ops.advance_layer import COMPACT, COMPACT_KINDS, EPS, KINDS, SMALL, Layer, decode_batches
 from tests.ops.cases import assert_near, assert_same_bits, inert_batch, make_batch, random_steps
@@ -203,3 +204,14 @@ def test_compiled_module_writes_its_buffers(kind, dtype, draw):
     body = code[0].split("def call(")[1].split("\ndef ")[0]
     assert body.count(f"torch.ops.dsv4.advance_{kind}.default(") == 2
     assert "empty_strided" not in body and "copy_(" not in body
+
+
+@pytest.mark.parametrize(
+    ("heads", "index_heads", "index_dim"), ((64, 64, 128), (64, 0, 0), (4, 16, 128), (3, 4, 32), (2, 2, 8))
+)
+def test_heads_a_warp_divide_the_heads(heads, index_heads, index_dim):
+    """And a lane has one weight of the indexer at most."""
+    counts = [heads_a_warp(tokens, heads, index_heads, index_dim) for tokens in (1, 8, 9, 32, 33, 4096)]
+    assert counts[:2] == [1, 1] and counts == sorted(counts)
+    for count in counts:
+        assert heads % count == index_heads % count == 0 and (not index_heads or index_dim >= 8 * count)

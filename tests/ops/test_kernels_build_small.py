@@ -38,7 +38,9 @@ def variants():
             parts = parts_of(512, overlap, row != "PLAIN") if rate else 1
             sizes = "DIM=512", "ROPE=64", f"THREADS={THREADS}", f"RATE={rate}", f"OVERLAP={overlap}", f"PARTS={parts}"
             for key in keys if index_dim else keys[:1]:
-                found["advance.cu", (*sizes, f"INDEX_DIM={index_dim}", f"KV={row}", f"KEYS={key}")] = 128
+                for heads in (1, 2, 4):
+                    kind = f"INDEX_DIM={index_dim}", f"HEADS={heads}", f"KV={row}", f"KEYS={key}"
+                    found["advance.cu", (*sizes, *kind)] = 128
     for vocab in (129_280, 1000, 8192, 262_144):
         found["advance_state.cu", (f"V={vocab}", "STOPS=16", "QUADS=4")] = 40
         for rows in (1, 32):

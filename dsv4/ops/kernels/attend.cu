@@ -15,10 +15,12 @@
 // positions, slots, and rows of earlier steps, whose writers ended long before.
 //
 // Measured on an H200, in a CUDA graph, one launch after another, rows cold, 64 heads, plain / compact rows:
-//   1 token: 160 keys 4.0 / 5.1 us, 640 keys 5.8 / 7.6, 1152 keys 8.0 / 12.5; 2 tokens, 640 keys 7.6 / 8.8; 4 tokens 11.1 / 13.9;
-//   8 tokens, 160 keys 6.5 / 7.7
+//   1 token: 160 keys 3.8 / 4.8 us, 640 keys 5.8 / 7.4, 1152 keys 8.0 / 12.5; 2 tokens, 640 keys 7.6 / 8.8; 4 tokens 11.1 / 13.9;
+//   8 tokens, 160 keys 6.2 / 7.7
 // One SM takes in 25 to 30 bytes a clock, by cp.async, bulk copies and plain loads alike; about a quarter of a launch is that,
-// the rest are some twenty waits for one another. Widening compact rows takes longer than their fewer bytes save.
+// the rest are some twenty waits for one another. Widening compact rows takes longer than their fewer bytes save. That a block of
+// the next kernel, wo_a, finds room beside one of these (at up to 72 registers a thread) does not show in the time of a layer: what
+// it fetches early comes by the same way as the rows.
 #include "attend_keys.cuh"
 
 // Given: DIM, CODED (of compact rows), NH (tiles of 8 heads), WD (warps over DIM), KT (keys a tile), STAGES, CLUSTER, CLUSTERS,
@@ -30,6 +32,7 @@ constexpr int ROW = DIM * 2 + 16;  // bytes of a row in shared memory: eight row
 constexpr int PART = KT + 4, PROB = KT + 8;            // likewise
 constexpr int HEADS_PER_WARP = (HB + WD - 1) / WD, PAIRS_PER_LANE = (KT + 63) / 64;
 constexpr bool WHOLE = STAGES == 1 && KT <= 32;        // small tiles are taken as if full: loops of a known length
+constexpr bool AT_ONCE = WHOLE || CODED;               // a tile's place is free when all of it is, not 16 rows after another
 constexpr int CHAINS = NH == 1 ? 2 : 1;                // independent sums, to hide the latency of mma
 constexpr int NEAR_ROWS = 16384;                       // rows that are brought to the L2 ahead of time, for all tokens
 constexpr int MANY = 160, COUNTERS = CLUSTERS > 1 ? 1024 : 1;
@@ -80,7 +83,7 @@ DEVICE float4 add_parts(const float4* parts, int stride, const float4* stats, in
 
 __device__ u32 arrivals[COUNTERS];  // of clusters, for each CTA of a cluster
 
-KERNEL __launch_bounds__(CONSUMERS + FETCHERS, 1)
+KERNEL __launch_bounds__(CONSUMERS + FETCHERS, NH == 1 && (WHOLE || CODED) ? 2 : 1)
 attend(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, const int* indices, const float* __restrict__ sinks,
        const float* __restrict__ inv_freq, const i64* __restrict__ positions, const i64* __restrict__ slots, bf16* out, int tokens,
        int heads, int window, int blocks, int picks, int rate, int pairs, float scale, int least, int most,
@@ -109,7 +112,7 @@ attend(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, const i
   auto full = [&](int sub) { return arrived + 8 + 8 * sub; };
   auto empty = [&](int sub) { return arrived + 8 + 8 * (STAGES * SUBS + sub); };
   float* const bias = reinterpret_cast<float*>(memory + AT_BIAS);
-  const int own_tiles = max(0, min(PER, TILES - (int)rank * PER));
+  const int own_tiles = TILES % CLUSTER ? max(0, min(PER, TILES - (int)rank * PER)) : PER;
   if (tid == 0) {
     barrier_init(arrived, 1);
     for (int s = 0; s < STAGES * SUBS; ++s) barrier_init(full(s), FULL_ARRIVALS), barrier_init(empty(s), WD);
@@ -127,7 +130,7 @@ attend(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, const i
   if (warp >= WD) {  // --- the fetching warps ---
     Fetch<Layout> fetch{keys, memory, bias, full(0), empty(0), tiles};
     fetch.run(group, groups, NEAR_ROWS / tokens);
-    cluster_arrive();
+    cluster_arrive_relaxed();
   } else {  // --- the multiplying warps ---
     for (int i = tid; i < pairs; i += CONSUMERS) {
       float2* turn = reinterpret_cast<float2*>(memory + AT_TURN) + i;
@@ -209,7 +212,9 @@ attend(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, const i
         if (lane == 0) reinterpret_cast<float*>(memory + AT_CORR)[head] = corr;
       }
       barrier(1, CONSUMERS);
-      if (tile == tiles - 1) cluster_arrive();  // nobody reads logits any more: their place may take the parts of the sum
+      // Nobody reads logits any more: their place may take the parts of the sum. (Relaxed: the reads have ended, since what they
+      // gave has been used, and to release anything a thread would wait for all that it has asked of global memory.)
+      if (tile == tiles - 1) cluster_arrive_relaxed();
       if (tile > 0) {
 #pragma unroll
         for (int n = 0; n < NH; ++n) {
@@ -218,7 +223,9 @@ attend(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, const i
           for (int d = 0; d < DT; ++d) o[d][n][0] *= corr.x, o[d][n][1] *= corr.y, o[d][n][2] *= corr.x, o[d][n][3] *= corr.y;
         }
       }
-      for (int key = 0; key < count; key += 16) {
+#pragma unroll
+      for (int key = 0; key < KT; key += 16) {
+        if (key >= count) break;
         u32 p[NH][2], a[DT][4];
 #pragma unroll
         for (int n = 0; n < NH; ++n) {
@@ -232,18 +239,18 @@ attend(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, const i
         for (int d = 0; d < DT; ++d)
 #pragma unroll
           for (int n = 0; n < NH; ++n) mma_bf16(o[d][n], a[d], p[n][0], p[n][1]);
-        if (!WHOLE) {
+        if (!AT_ONCE && tile < tiles - 1) {
           __syncwarp();
           if (lane == 0) barrier_arrive(empty(stage * SUBS + key / 16));
         }
       }
-      if (WHOLE && tile < tiles - 1) {
+      if (AT_ONCE && tile < tiles - 1) {
         __syncwarp();
         if (lane == 0)
           for (int s = 0; s < SUBS; ++s) barrier_arrive(empty(s));
       }
     }
-    if (tiles == 0) cluster_arrive();
+    if (tiles == 0) cluster_arrive_relaxed();
   }
 
   // --- the sum over the cluster: each CTA gets its channels from all ---
@@ -289,7 +296,7 @@ attend(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, const i
       if (head + odd < active) reinterpret_cast<u32*>(out + (token * heads + head0 + head + odd) * DIM)[pair] = pack_bf16(low, high);
     }
   };
-  barrier_wait_cluster(arrived, 0);
+  barrier_wait(arrived, 0);
   const float2* const sinks_here = reinterpret_cast<const float2*>(memory + AT_SINK);
   const float4* const stats_here = reinterpret_cast<const float4*>(memory + AT_STATS) + t;
   const float4* const parts_here = reinterpret_cast<const float4*>(memory + AT_PART) + lane;

@@ -11,7 +11,8 @@
 // of what an SM gets from the L2 (20 to 30 bytes a clock). q is 64 KB a CTA, and parts 64 KB, sent at 12 to 17 bytes a clock.
 //
 // Measured on an H200, in a CUDA graph, one launch after another, plain / compact rows:
-//   8 tokens, 640 keys 12.0 / 15.1 us, 8320 keys 46.6 / 77.8; 16 tokens, 640 keys 13.8 / 18.8; 32 tokens, 640 keys 18.8 / 26.9
+//   8 tokens, 640 keys 11.2 / 15.1 us, 8320 keys 46.6 / 77.8; 16 tokens, 640 keys 12.5 / 18.8; 32 tokens, 640 keys 16.8 / 26.9,
+//   160 keys 9.2
 //   1 token, 8320 keys 15.5 / 18.7 (16.8 / 20.9 with the launch of attend.cu for few keys before it)
 //   512 tokens, 640 keys 130 / 201 us (330 / 214 TFLOP/s)
 // Of the 130 us 121 stay without the copies and 94 without the products: the softmax between two products, and the barriers
@@ -41,7 +42,7 @@ constexpr int AT_SINK = AT_TURN + MOST_PAIRS * 8;
 constexpr int AT_BARRIER = AT_SINK + HB * 4;
 static_assert(AT_BARRIER + 8 * (1 + 2 * STAGES * SUBS) <= SHARED, "SHARED is too small");
 static_assert(AT_STATS + CLUSTER * HB * 8 <= AT_WEIGHTS, "the parts of the sum lie over q and the rows");
-static_assert(DIM == 512 && PER % 2 == 0 && PER * CLUSTER == 2 * STEPS, "a warpgroup holds 256 channels; parts of 16");
+static_assert(DIM == 512 && PER % 4 == 0 && PER * CLUSTER == 2 * STEPS, "a warpgroup holds 256 channels; parts of 32");
 
 struct Layout {
   static DEVICE u32 piece(int row, int piece) {
@@ -117,7 +118,7 @@ attend_heads(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, c
     registers_less<64>();
     Fetch<Layout> fetch{keys, memory, bias, full, empty, tiles};
     fetch.run(group, groups, NEAR_ROWS / tokens);
-    if (CLUSTER > 1) cluster_arrive(), cluster_wait();
+    if (CLUSTER > 1) cluster_arrive_relaxed(), cluster_wait();
   } else {  // --- the multiplying warpgroups ---
     registers_more<192>();
     const int side = warp >> 2, row = (warp & 3) * 16 + g;  // this thread's heads are row and row + 8
@@ -234,18 +235,34 @@ attend_heads(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, c
 
     // Found out once more, so that no registers hold it through the loop.
     const int again = block_number() / (CLUSTER * CLUSTERS), first_head = again % groups * HB;
-    u32* const rows_out = reinterpret_cast<u32*>(out + ((i64)(again / groups) * heads + first_head) * DIM);
+    uint4* const rows_out = reinterpret_cast<uint4*>(out + ((i64)(again / groups) * heads + first_head) * DIM);
     auto at = [&](int step, int i) { return o[step / (STEPS / 2)][step % (STEPS / 2) * 4 + i]; };
-    // Two channels of head `head`, the sum over all keys: turned back, if among the last that may have rope, and stored.
-    auto put = [&](int head, int channel, float low, float high, bool last) {
-      const int pair = channel / 2, turned = pair - (DIM / 2 - pairs);
-      if (last && turned >= 0) {
-        const float2 turn = turns[turned];
-        const float x = low * turn.x + high * turn.y;
-        high = high * turn.x - low * turn.y;
-        low = x;
+    // Of head `head` four steps' channels of the sum over all keys, turned back, if among the last that may have rope. A lane has
+    // two channels of each step; the quad's lanes exchange them, so that each stores one step.
+    auto put = [&](int head, int step, const float (&sums)[4][4], int half, float share, bool last) {
+      u32 v[4];
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        float low = sums[s][2 * half] * share, high = sums[s][2 * half + 1] * share;
+        const int turned = (step + s) * 4 + t - (DIM / 2 - pairs);
+        if (last && turned >= 0) {
+          const float2 turn = turns[turned];
+          const float x = low * turn.x + high * turn.y;
+          high = high * turn.x - low * turn.y;
+          low = x;
+        }
+        v[s] = pack_bf16(low, high);
       }
-      if (head < heads - first_head) rows_out[head * (DIM / 2) + pair] = pack_bf16(low, high);
+#pragma unroll
+      for (int far = 1; far < 4; far *= 2)
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+          if (s & far) continue;
+          const u32 other = __shfl_xor_sync(~0u, t & far ? v[s] : v[s + far], far);
+          if (t & far) v[s] = other;
+          else v[s + far] = other;
+        }
+      if (head < heads - first_head) rows_out[head * (DIM / 8) + step + t] = make_uint4(v[0], v[1], v[2], v[3]);
     };
     auto share_of = [&](int r, float2 all) { return fast_reciprocal(fast_exp2(sink[row + 8 * r] - all.x) + all.y); };
     if (CLUSTER == 1) {
@@ -256,17 +273,19 @@ attend_heads(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, c
         share[r] = share_of(r, weigh<1>(&own, 0, 1, sink[row + 8 * r], weight)) * weight[0];
       }
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j)
+      for (int j = 0; j < STEPS; j += 4) {
+        float sums[4][4];
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          put(row + 8 * r, side * HALF + j * 8 + 2 * t, at(j, 2 * r) * share[r], at(j, 2 * r + 1) * share[r],
-              j >= STEPS - MOST_PAIRS / 4);
+        for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = at(j + i / 4, i % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) put(row + 8 * r, side * STEPS + j, sums, r, share[r], j >= STEPS - MOST_PAIRS / 4);
+      }
       return;
     }
     // The sum over the cluster: each CTA gets its channels from all.
     __syncwarp();
-    cluster_arrive();
-    cluster_wait();  // every CTA of the cluster is done with its q and rows
+    cluster_arrive_relaxed();  // as in attend.cu
+    cluster_wait();            // every CTA of the cluster is done with its q and rows
 #pragma unroll
     for (int j = 0; j < STEPS; j += 2) {
       const u32 step = side * STEPS + j, peer = step / PER, at_part = ((rank * PER + step % PER) / 2 * 4 + (warp & 3)) * 512 + lane * 16;
@@ -298,31 +317,32 @@ attend_heads(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, c
     const float2* const stats = reinterpret_cast<const float2*>(memory + AT_STATS) + row;
     float2 all[2];
     float share[2], weight[2][CLUSTER], weight_left[2][CLUSTERS];
-    barrier_wait_cluster(arrived, 0);
+    barrier_wait(arrived, 0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       all[r] = weigh<CLUSTER>(stats + 8 * r, HB, CLUSTER, used == 1 ? sink[row + 8 * r] : NEG_INF, weight[r]);
       share[r] = share_of(r, all[r]);
     }
-    auto put_sums = [&](int j, const float (&sum)[4]) {
-      const int channel = (rank * PER + j) * 8 + 2 * t;
-      put(row, channel, sum[0] * share[0], sum[1] * share[0], true);
-      put(row + 8, channel, sum[2] * share[1], sum[3] * share[1], true);
+    auto put_sums = [&](int j, const float (&sums)[4][4]) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) put(row + 8 * r, rank * PER + j, sums, r, share[r], true);
     };
-    for (int j = side * 2; j < PER; j += 4) {
-      float sum[2][4] = {};
+    for (int j = side * 4; j < PER; j += 8) {
+      float sums[4][4] = {};
 #pragma unroll
-      for (int c = 0; c < CLUSTER; ++c) {
-        const uint4 part = parts[(c * PER + j) * 64];
-        add_weighted(sum[0], weight[0][c], weight[1][c], part.x, part.y);
-        add_weighted(sum[1], weight[0][c], weight[1][c], part.z, part.w);
-      }
+      for (int c = 0; c < CLUSTER; ++c)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (used == 1)
-          put_sums(j + h, sum[h]);
-        else
-          left[(cluster * PER + j + h) * 128] = make_float4(sum[h][0], sum[h][1], sum[h][2], sum[h][3]);
+        for (int s = 0; s < 4; s += 2) {
+          const uint4 part = parts[(c * PER + j + s) * 64];
+          add_weighted(sums[s], weight[0][c], weight[1][c], part.x, part.y);
+          add_weighted(sums[s + 1], weight[0][c], weight[1][c], part.z, part.w);
+        }
+      if (used == 1)
+        put_sums(j, sums);
+      else
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+          left[(cluster * PER + j + s) * 128] = make_float4(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
     }
     if (used == 1) return;
     if (side == 0 && t == 0) left_stats[cluster * HB] = all[0], left_stats[cluster * HB + 8] = all[1];
@@ -338,17 +358,20 @@ attend_heads(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, c
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       share[r] = share_of(r, weigh<CLUSTERS>(left_stats + 8 * r, HB, used, sink[row + 8 * r], weight_left[r]));
-#pragma unroll 2
-    for (int j = side; j < PER; j += 2) {
-      float sum[4] = {};
+#pragma unroll 1
+    for (int j = side * 4; j < PER; j += 8) {
+      float sums[4][4] = {};
 #pragma unroll
       for (int c = 0; c < CLUSTERS; ++c)
         if (c < used) {
-          const float4 part = left[(c * PER + j) * 128];
-          sum[0] = fmaf(weight_left[0][c], part.x, sum[0]), sum[1] = fmaf(weight_left[0][c], part.y, sum[1]);
-          sum[2] = fmaf(weight_left[1][c], part.z, sum[2]), sum[3] = fmaf(weight_left[1][c], part.w, sum[3]);
+#pragma unroll
+          for (int s = 0; s < 4; ++s) {
+            const float4 part = left[(c * PER + j + s) * 128];
+            sums[s][0] = fmaf(weight_left[0][c], part.x, sums[s][0]), sums[s][1] = fmaf(weight_left[0][c], part.y, sums[s][1]);
+            sums[s][2] = fmaf(weight_left[1][c], part.z, sums[s][2]), sums[s][3] = fmaf(weight_left[1][c], part.w, sums[s][3]);
+          }
         }
-      put_sums(j, sum);
+      put_sums(j, sums);
     }
   }
 }

@@ -43,7 +43,7 @@ struct Keys {
   DEVICE int entry(int i) const {
     const int j = i * parts + part;
     if (i >= mine || j < window) return -1;
-    return indices ? indices[token * picks + j - window] : j - window;
+    return indices ? indices[static_cast<int>(token) * picks + j - window] : j - window;
   }
   DEVICE Row row(int i, int entry) const {
     const int j = i * parts + part;

@@ -10,11 +10,11 @@
 KERNEL __launch_bounds__(THREADS, 2)
     compress(const float* c, const float* z, const float* __restrict__ ape, const float* __restrict__ norm,
              const float* __restrict__ inv_freq, const i64* __restrict__ positions, const i64* __restrict__ slots,
-             float* c_ring, float* z_ring, u32* entries, int tokens, int capacity, float eps) {
+             float* c_ring, float* z_ring, u32* entries, int tokens, int share, int capacity, float eps) {
   typedef Compressor<DIM, OVERLAP, RATE, ROPE, PARTS, THREADS, FORMAT> Main;
   __shared__ __align__(16) typename Main::Shared shared;
-  if (PARTS > 1) cluster_arrive();
+  if (PARTS > 1) cluster_arrive_relaxed();
   Main main = {c, z, Main::WIDTH, ape, norm, inv_freq, c_ring, z_ring, entries, capacity, eps,
                static_cast<int>(cluster_rank()), shared, false, 0};
-  main.advance(blockIdx.x / PARTS, positions, slots, tokens, false);
+  main.advance(blockIdx.x / PARTS * share, share, positions, slots, tokens, false);
 }

@@ -13,7 +13,7 @@
 DEVICE constexpr int least(int a, int b) { return a < b ? a : b; }
 DEVICE constexpr int power_of_two_up_to(int x) { return x < 2 ? 1 : 2 * power_of_two_up_to(x / 2); }
 
-// Parts > 1: every block calls cluster_arrive before anything else. Kind: the Format of the entries.
+// Parts > 1: every block calls cluster_arrive_relaxed before anything else. Kind: the Format of the entries.
 template <int Dim, bool Overlap, int Rate, int Turned, int Parts, int Threads, int Kind>
 struct Compressor {
   static constexpr int WIDTH = Overlap ? 2 * Dim : Dim, DEPTH = Overlap ? 2 * Rate : Rate;
@@ -163,11 +163,11 @@ struct Compressor {
     }
   }
 
-  // One row of a ring, to be there when it is needed; with `single`, what the token's own entry needs of the rings.
-  DEVICE void bring_near(i64 slot, i64 position, bool single) const {
+  // One row of `ape`, to be there when it is needed, and what an entry that the token completes needs of the rings.
+  DEVICE void bring_near(i64 slot, i64 position) const {
     const int at = threadIdx.x;
     if (at < HALVES) prefetch_to_l2(ape + position % Rate * WIDTH + column(at, 0), SLICE * 4);
-    if (!single || (position + 1) % Rate) return;
+    if ((position + 1) % Rate) return;
     for (int i = at; i < 2 * DEPTH; i += Threads) {
       const int j = i / 2;
       const float* ring = i % 2 ? c_ring : z_ring;
@@ -177,43 +177,80 @@ struct Compressor {
     }
   }
 
-  // Advance the state by token `head` of the batch, all threads. `single`: no slot has two tokens in the batch. What comes
-  // before the wait reads nothing that a kernel which may still be running has written.
-  DEVICE void advance(int head, const i64* positions, const i64* slots, int tokens, bool single) {
-    const i64 slot = slots[head], position = positions[head];
-    const bool is_head = single || head == 0 || slots[head - 1] != slot || positions[head - 1] != position - 1;
-    if (slot >= 0) bring_near(slot, position, single);
-    if (threadIdx.x == 0) shared.run_end[0] = single ? head + 1 : tokens;
+  // Advance the state by `count` tokens of the batch from `first` on, as far as there are, all threads. `single`: no slot has
+  // two tokens in the batch. What comes before the wait reads nothing that a kernel which may still be running has written.
+  DEVICE void advance(int first, int count, const i64* positions, const i64* slots, int tokens, bool single) {
+    const int last = min(first + count, tokens), own = first + threadIdx.x / COLUMNS;  // the token whose rows this thread keeps
+    const i64 slot = own < last ? slots[own] : -1, position = own < last ? positions[own] : 0;
+    auto has_work = [&](int row) {
+      if (row >= last || slots[row] < 0) return false;
+      return (positions[row] + 1) % Rate == 0 || (!single && is_head(row, positions, slots));
+    };
+    u32 left = __ballot_sync(~0u, has_work(first + (threadIdx.x & 31)));
+    for (int row = first; single && row < last; ++row)
+      if (slots[row] >= 0) bring_near(slots[row], positions[row]);
+    wait_for_previous_kernel();
+    for (int start = first;;) {
+#pragma unroll 1
+      for (; left; left &= left - 1) advance_run(start + __ffs(left) - 1, positions, slots, tokens, single);
+      start += 32;
+      if (start >= last) break;
+      left = __ballot_sync(~0u, has_work(start + (threadIdx.x & 31)));
+    }
+    if (!single) return;
     __syncthreads();
-    if (slot >= 0 && is_head && !single) {
+    if (slot >= 0) keep(slot, position, own, threadIdx.x % COLUMNS);
+    for (int i = threadIdx.x + Threads; i < (last - first) * COLUMNS; i += Threads) {
+      const int row = first + i / COLUMNS;
+      if (slots[row] >= 0) keep(slots[row], positions[row], row, i % COLUMNS);
+    }
+  }
+
+  static DEVICE bool is_head(int row, const i64* positions, const i64* slots) {
+    return row == 0 || slots[row - 1] != slots[row] || positions[row - 1] != positions[row] - 1;
+  }
+
+  // What token `head` has to do that is the head of a run or completes a block: a head pools until an entry finds all in the
+  // batch, then leaves the run's last rows in the rings; another token pools only such an entry. A single one only pools.
+  DEVICE void advance_run(int head, const i64* positions, const i64* slots, int tokens, bool single) {
+    const i64 slot = slots[head], position = positions[head];
+    const bool heads = single || is_head(head, positions, slots);
+    int end = head + 1;
+    if (heads && !single) {
+      __syncthreads();
+      if (threadIdx.x == 0) shared.run_end[0] = tokens;
+      __syncthreads();
       for (int start = head + 1; start < tokens; start += Threads) {
         const int row = start + threadIdx.x;
         const bool other = row < tokens && (slots[row] != slot || positions[row] != position + (row - head));
         if (other) atomicMin(shared.run_end, row);
         if (__syncthreads_or(other)) break;
       }
+      end = shared.run_end[0];
     }
-    wait_for_previous_kernel();
-    if (slot < 0) return;
-    // A head pools until an entry finds all in the batch; another token pools only such an entry.
-    const int end = is_head ? shared.run_end[0] : head + 1;
     for (int row = head + Rate - 1 - static_cast<int>(position % Rate); row < end; row += Rate) {
       const i64 at = position + (row - head), back = position - first_needed(position);
       if (row > head && first_needed(at) >= position) break;
-      if (!is_head && (back > head || slots[head - back] != slot || positions[head - back] != position - back)) break;
-      pool(slot, at, row, is_head ? head : 0);
+      if (!heads && (back > head || slots[head - back] != slot || positions[head - back] != position - back)) break;
+      pool(slot, at, row, heads ? head : 0);
     }
-    if (!is_head) return;
+    if (!heads || single) return;
     __syncthreads();
     const int first = end - head > DEPTH ? end - DEPTH : head;
     for (int i = threadIdx.x; i < (end - first) * COLUMNS; i += Threads) {
-      const int row = first + i / COLUMNS, from = column(i % COLUMNS / QUADS, i % QUADS);
-      const i64 at = position + (row - head), to = (slot * DEPTH + at % DEPTH) * WIDTH + from;
-      const float4 gate = *reinterpret_cast<const float4*>(z + row * pitch + from);
-      *reinterpret_cast<float4*>(c_ring + to) = *reinterpret_cast<const float4*>(c + row * pitch + from);
-      const float4 bias = __ldg(reinterpret_cast<const float4*>(ape + at % Rate * WIDTH + from));
-      *reinterpret_cast<float4*>(z_ring + to) = add4(gate, bias);
+      const int row = first + i / COLUMNS;
+      keep(slot, position + (row - head), row, i % COLUMNS);
     }
+  }
+
+  // Four of this block's channels of a token to the rings.
+  DEVICE void keep(i64 slot, i64 position, int row, int number) const {
+    const int from = column(number / QUADS, number % QUADS);
+    const i64 to = (slot * DEPTH + position % DEPTH) * WIDTH + from;
+    const float4 gate = *reinterpret_cast<const float4*>(z + row * pitch + from);
+    *reinterpret_cast<float4*>(c_ring + to) = *reinterpret_cast<const float4*>(c + row * pitch + from);
+    const float4 bias = __ldg(reinterpret_cast<const float4*>(ape + position % Rate * WIDTH + from));
+    *reinterpret_cast<float4*>(z_ring + to) = add4(gate, bias);
   }
 };
 

@@ -18,10 +18,10 @@ KERNEL rope_rows(const uint4* x, const float* __restrict__ weight, const float* 
   Row<D, ROPE, LANES> data;
   wait_for_previous_kernel();
   data.load(x + at * (D / 8));
-  data.prepare(positions[at / heads], inv_freq);
+  const Angles<D, ROPE, LANES> angles(positions[at / heads], inv_freq);
   if (norm) data.normalise(eps);
   if (weight) data.multiply(weight);
-  data.turn();
+  data.turn(angles);
   if (row < rows) data.store(out + at * (D / 8));
 }
 

@@ -3,27 +3,38 @@
 #define DSV4_ROPE
 #include "row_formats.cuh"
 
-// A row of Width bf16 channels (a multiple of 8) in Lanes neighbouring lanes, of which the last Turned turn.
+// How rows of Width bf16 channels (a multiple of 8) lie in Lanes neighbouring lanes; the last Turned channels turn.
 template <int Width, int Turned, int Lanes>
-struct Row {
+struct Lying {
   static constexpr int CHUNKS = Width / 8, PER_LANE = (CHUNKS + Lanes - 1) / Lanes;
   static_assert(Width % 8 == 0 && Turned % 2 == 0 && Turned <= Width && Lanes <= 32 && (Lanes & (Lanes - 1)) == 0, "");
-  float value[PER_LANE][8];
-  float2 turns[PER_LANE][4];  // cosine and sine of each pair
-
   static DEVICE int vector(int p) { return p * Lanes + threadIdx.x % Lanes; }
+};
 
-  // The angles at `position`. Nothing else of a row is needed for this, so it can come first.
-  DEVICE void prepare(i64 position, const float* inv_freq) {
+// The angles at a position, for all its rows. Nothing of a row is needed for them, so they can come first.
+template <int Width, int Turned, int Lanes>
+struct Angles : Lying<Width, Turned, Lanes> {
+  using Place = Lying<Width, Turned, Lanes>;
+  float2 turns[Place::PER_LANE][4];  // cosine and sine of each pair
+
+  DEVICE Angles(i64 position, const float* inv_freq) {
 #pragma unroll
-    for (int p = 0; p < PER_LANE; ++p) {
+    for (int p = 0; p < Place::PER_LANE; ++p) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int pair = vector(p) * 4 + i - (Width - Turned) / 2;
+        const int pair = Place::vector(p) * 4 + i - (Width - Turned) / 2;
         if (pair >= 0 && pair < Turned / 2) rope_cos_sin(position, __ldg(inv_freq + pair), &turns[p][i].x, &turns[p][i].y);
       }
     }
   }
+};
+
+// A row.
+template <int Width, int Turned, int Lanes>
+struct Row : Lying<Width, Turned, Lanes> {
+  using Place = Lying<Width, Turned, Lanes>;
+  using Place::CHUNKS, Place::PER_LANE, Place::vector;
+  float value[PER_LANE][8];
 
   DEVICE void load(const uint4* row) {
 #pragma unroll
@@ -56,15 +67,16 @@ struct Row {
     }
   }
 
-  DEVICE void turn() {
+  DEVICE void turn(const Angles<Width, Turned, Lanes>& angles) {
 #pragma unroll
     for (int p = 0; p < PER_LANE; ++p) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (vector(p) * 4 + i < (Width - Turned) / 2) continue;
         const float even = value[p][2 * i], odd = value[p][2 * i + 1];
-        value[p][2 * i] = even * turns[p][i].x - odd * turns[p][i].y;
-        value[p][2 * i + 1] = even * turns[p][i].y + odd * turns[p][i].x;
+        const float2 turn = angles.turns[p][i];
+        value[p][2 * i] = even * turn.x - odd * turn.y;
+        value[p][2 * i + 1] = even * turn.y + odd * turn.x;
       }
     }
   }
