@@ -88,6 +88,11 @@ def call_bytes(name: str, args: tuple, context: int) -> float:
     an op reads little else: those that advance cache or state, and sampling."""
     tensors = [value for value in args if isinstance(value, Tensor)]
     tokens = next((len(value) for value in tensors), 0)
+    if name == "route_moe_nvfp4":
+        routing = torch.ops.dsv4.route_topk(*args[:6])
+        return call_bytes("route_topk", args[:4], context) + call_bytes(
+            "moe_nvfp4", (args[0], *routing, *args[6:]), context
+        )
     if name.startswith("moe"):
         experts, shared_last = args[1], args[-1] is True
         stacks = args[3:9] if name == "moe_nvfp4" else tensors[3:]

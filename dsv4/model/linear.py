@@ -92,6 +92,7 @@ class PlainExperts(nn.Module):
     """gate_up [E, 2I, H] (w1 then w3) and down [E, H, I] in the activations' dtype; `shared_last` as in ops.moe."""
 
     takes_shared = False  # whether forward can add an FP8-block shared expert that is not in the stack
+    takes_router = False  # whether `routed` can pick the experts
 
     def __init__(self, gate_up: Tensor, down: Tensor, shared_last: bool = False):
         super().__init__()
@@ -107,7 +108,7 @@ class Fp8Experts(nn.Module):
     """gate_up float8_e4m3fn [E, 2I, H] (w1 then w3) with scale float32 [E, 2 ceil(I/128), ceil(H/128)]; down
     float8_e4m3fn [E, H, I] with scale float32 [E, ceil(H/128), ceil(I/128)]; `shared_last` as in ops.moe_fp8."""
 
-    takes_shared = False
+    takes_shared = takes_router = False
 
     def __init__(self, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, shared_last: bool = False):
         super().__init__()
@@ -154,14 +155,26 @@ class Nvfp4Experts(nn.Module):
         """Whether forward can add the shared expert: `shared` is its FP8-block gate_up, scale, down, scale."""
         return self.activation is None
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float, *shared: Tensor) -> Tensor:
-        stack = (
+    @property
+    def takes_router(self) -> bool:
+        """Whether `routed` can pick the experts."""
+        return self.activation is None
+
+    @property
+    def _stack(self) -> tuple[Tensor, ...]:
+        return (
             *(self.gate_up, self.gate_up_scale, self.gate_up_scale_2),
             *(self.down, self.down_scale, self.down_scale_2),
         )
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float, *shared: Tensor) -> Tensor:
         if self.activation is not None:
-            return ops.moe_nvfp4_w4a4(x, experts, weights, *stack, limit, self.shared_last)
-        return ops.moe_nvfp4(x, experts, weights, *stack, limit, *shared, shared_last=self.shared_last)
+            return ops.moe_nvfp4_w4a4(x, experts, weights, *self._stack, limit, self.shared_last)
+        return ops.moe_nvfp4(x, experts, weights, *self._stack, limit, *shared, shared_last=self.shared_last)
+
+    def routed(self, x: Tensor, router: tuple[Tensor, Tensor, Tensor, int, float], limit: float, *shared: Tensor) -> Tensor:
+        """forward with the experts that ops.route_topk picks; `router` is what that takes beside x."""
+        return ops.route_moe_nvfp4(x, *router, *self._stack, limit, *shared, shared_last=self.shared_last)
 
 
 def quantise_activations(model: nn.Module, activation: str) -> None:

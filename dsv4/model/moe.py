@@ -48,14 +48,17 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """x [T, H] -> [T, H]; the routed sum and the shared expert are added in float32 and rounded once."""
+        beside = ()  # what the expert kernels take to add the shared expert; None if it is computed apart
+        if self.shared_experts is not None:
+            beside = self.shared_experts.fp8_weights() if self.experts.takes_shared else None
         if self.hashed:
             experts, weights = ops.route_hash(x, self.gate, self.tid2eid, tokens, slots, self.scale)
         else:
-            experts, weights = ops.route_topk(x, self.gate, self.bias, slots, self.k, self.scale)
-        if self.shared_experts is None:
-            return self.experts(x, experts, weights, self.limit)
-        shared = self.shared_experts.fp8_weights() if self.experts.takes_shared else None
-        if shared is not None:
-            return self.experts(x, experts, weights, self.limit, *shared)
+            router = self.gate, self.bias, slots, self.k, self.scale
+            if self.experts.takes_router and beside is not None:
+                return self.experts.routed(x, router, self.limit, *beside)
+            experts, weights = ops.route_topk(x, *router)
+        if beside is not None:
+            return self.experts(x, experts, weights, self.limit, *beside)
         routed = self.experts(x, experts, weights, self.limit)
         return (routed + self.shared_experts(x).float()).to(x.dtype)

@@ -17,6 +17,7 @@ from dsv4.ops.project import project
 from dsv4.ops.quantize_nvfp4 import quantize_nvfp4
 from dsv4.ops.rope import kv_rope, q_rope
 from dsv4.ops.route import route_hash, route_topk
+from dsv4.ops.route_moe import route_moe_nvfp4
 from dsv4.ops.sample import sample
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "quantize_nvfp4",
     "registered",
     "route_hash",
+    "route_moe_nvfp4",
     "route_topk",
     "sample",
 ]

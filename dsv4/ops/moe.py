@@ -106,7 +106,7 @@ def moe(
     return torch.ops.dsv4.moe(x, experts, weights, gate_up, down, limit, shared_last)
 
 
-def _nvfp4_fake(
+def moe_nvfp4_fake(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
@@ -126,10 +126,7 @@ def _nvfp4_fake(
     return x.new_empty(x.shape, dtype=torch.float32 if shared_gate_up is None and not shared_last else x.dtype)
 
 
-def _moe_nvfp4_cuda(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
+def nvfp4_weights(
     gate_up: Tensor,
     gate_up_scale: Tensor,
     gate_up_scale_2: Tensor,
@@ -142,15 +139,20 @@ def _moe_nvfp4_cuda(
     shared_down: Tensor | None = None,
     shared_down_scale: Tensor | None = None,
     shared_last: bool = False,
-) -> Tensor:
-    """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
-    up, down = Weight(gate_up, gate_up_scale, gate_up_scale_2), Weight(down, down_scale, down_scale_2)
+) -> tuple[Weight, Weight, float, bool, Shared | None]:
+    """The same as the kernels' launchers take it. ValueError for half a shared expert, or for two."""
     shared = shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale
-    if x.dtype == torch.float32:
-        return moe_nvfp4_ref(x, experts, weights, *up, *down, limit, *shared, shared_last)
     _check_shared(shared, shared_last)
+    up, down = Weight(gate_up, gate_up_scale, gate_up_scale_2), Weight(down, down_scale, down_scale_2)
     beside = None if shared_gate_up is None else Shared(Weight(*shared[:2]), Weight(*shared[2:]))
-    return run_experts("moe_nvfp4", x, experts, weights, up, down, limit, shared_last, beside)
+    return up, down, limit, shared_last, beside
+
+
+def moe_nvfp4_cuda(x: Tensor, experts: Tensor, weights: Tensor, *stacks: Tensor | float | bool | None) -> Tensor:
+    """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
+    if x.dtype == torch.float32:
+        return moe_nvfp4_ref(x, experts, weights, *stacks)
+    return run_experts("moe_nvfp4", x, experts, weights, *nvfp4_weights(*stacks))
 
 
 def _check_shared(shared: tuple[Tensor | None, ...], shared_last: bool) -> None:
@@ -165,8 +167,8 @@ def _check_shared(shared: tuple[Tensor | None, ...], shared_last: bool) -> None:
     "Tensor down, Tensor down_scale, Tensor down_scale_2, float limit, Tensor? shared_gate_up=None, "
     "Tensor? shared_gate_up_scale=None, Tensor? shared_down=None, Tensor? shared_down_scale=None, "
     "bool shared_last=False) -> Tensor",
-    fake=_nvfp4_fake,
-    cuda=_moe_nvfp4_cuda,
+    fake=moe_nvfp4_fake,
+    cuda=moe_nvfp4_cuda,
 )
 def moe_nvfp4_ref(
     x: Tensor,

@@ -36,7 +36,7 @@ _CLUSTERS = 8  # up to which route_topk reads the gate itself; beyond, a matrix 
 _THREADS, _TOKENS = 512, 8  # a block, a cluster
 
 
-def _check(op_name: str, x: Tensor, gate: Tensor, slots: Tensor, k: int) -> None:
+def check_route(op_name: str, x: Tensor, gate: Tensor, slots: Tensor, k: int) -> None:
     hidden, experts = x.shape[1], gate.shape[0]
     require_tensors(op_name, torch.bfloat16, x=x, gate=gate)
     require_tensors(op_name, torch.int64, slots=slots)
@@ -65,11 +65,11 @@ def hash_split(hidden: int) -> int:
     return max(1, min(4, -(-hidden // 1024)))
 
 
-def _route_topk_cuda(x, gate, bias, slots, k, scale):
+def route_topk_cuda(x, gate, bias, slots, k, scale):
     if torch.float32 in (x.dtype, gate.dtype):
         return route_topk_ref(x, gate, bias, slots, k, scale)
     x, (tokens, hidden), count = x.contiguous(), x.shape, gate.shape[0]
-    _check("route_topk", x, gate, slots, k)
+    check_route("route_topk", x, gate, slots, k)
     require_tensors("route_topk", torch.float32, bias=bias)
     experts, weights = _outputs(x, k)
     cluster, spread, stored = topk_plan(hidden, count)
@@ -93,7 +93,7 @@ def _route_hash_cuda(x, gate, tid2eid, tokens, slots, scale):
     if torch.float32 in (x.dtype, gate.dtype):
         return route_hash_ref(x, gate, tid2eid, tokens, slots, scale)
     x, k, hidden = x.contiguous(), tid2eid.shape[1], x.shape[1]
-    _check("route_hash", x, gate, slots, k)
+    check_route("route_hash", x, gate, slots, k)
     require_tensors("route_hash", torch.int64, tid2eid=tid2eid, tokens=tokens)
     experts, weights = _outputs(x, k)
     if x.shape[0]:
@@ -107,7 +107,7 @@ def _route_hash_cuda(x, gate, tid2eid, tokens, slots, scale):
 @op(
     "route_topk(Tensor x, Tensor gate, Tensor bias, Tensor slots, int k, float scale) -> (Tensor, Tensor)",
     fake=lambda x, gate, bias, slots, k, scale: _outputs(x, k),
-    cuda=_route_topk_cuda,
+    cuda=route_topk_cuda,
 )
 def route_topk_ref(x: Tensor, gate: Tensor, bias: Tensor, slots: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """The equations above; equal scores pick the lower expert."""

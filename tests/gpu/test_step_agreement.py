@@ -31,7 +31,15 @@ FORMATS = [("bf16", "bf16"), ("fp8", "fp4")]
 PICKS = ("route_topk", "index_topk")
 
 
-class Kernels(TorchDispatchMode):
+class InParts(TorchDispatchMode):
+    """Runs routing and experts as the two ops that route_moe_nvfp4 stands for."""
+
+    def both(self, x, *args):
+        routing = self.__torch_dispatch__(torch.ops.dsv4.route_topk.default, (), (x, *args[:5]))
+        return self.__torch_dispatch__(torch.ops.dsv4.moe_nvfp4.default, (), (x, *routing, *args[5:]))
+
+
+class Kernels(InParts):
     """Notes down what the ops pick."""
 
     def __init__(self):
@@ -39,13 +47,15 @@ class Kernels(TorchDispatchMode):
         self.picks = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.dsv4.route_moe_nvfp4.default:
+            return self.both(*args)
         out = func(*args, **(kwargs or {}))
         if func.name().partition("::")[2] in PICKS:
             self.picks.append(out)
         return out
 
 
-class References(TorchDispatchMode):
+class References(InParts):
     """Runs the reference of every dsv4 op in place of its kernel. With noted picks it goes on with those, and counts how
     many of its own are among them."""
 
@@ -54,6 +64,8 @@ class References(TorchDispatchMode):
         self.picks, self.shared, self.all = None if picks is None else iter(picks), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.dsv4.route_moe_nvfp4.default:
+            return self.both(*args)
         namespace, _, name = func.name().partition("::")
         if namespace != "dsv4":
             return func(*args, **(kwargs or {}))

@@ -408,6 +408,15 @@ def _moe_nvfp4_shared_last(draw: Draw, dtype: torch.dtype) -> tuple:
     return x, experts.clamp(max=2), *rest, None, None, None, None, True
 
 
+def _with_its_router(make: Callable[[Draw, torch.dtype], tuple]) -> Callable[[Draw, torch.dtype], tuple]:
+    def arguments(draw: Draw, dtype: torch.dtype) -> tuple:
+        x, _, _, *rest = make(draw, dtype)
+        count, slots = 3 if rest[-1] is True else 4, torch.tensor([0, 1, -1, 2, 3])
+        return x, draw.normal(count, 16, dtype=dtype), draw.normal(count), slots, 2, 1.5, *rest
+
+    return arguments
+
+
 def _with_the_last_shared(make: Callable[[Draw, torch.dtype], tuple], count: int) -> Callable[[Draw, torch.dtype], tuple]:
     def arguments(draw: Draw, dtype: torch.dtype) -> tuple:
         x, experts, *rest = make(draw, dtype)
@@ -483,6 +492,9 @@ ARGUMENTS: dict[str, Callable[[Draw, torch.dtype], tuple]] = {
     "quantize_nvfp4": _quantize_nvfp4,
     "quantize_nvfp4: 3-d": _with_two_batch_dimensions(_quantize_nvfp4),
     "route_hash": _route_hash,
+    "route_moe_nvfp4": _with_its_router(_moe_nvfp4),
+    "route_moe_nvfp4: shared": _with_its_router(_moe_nvfp4_shared),
+    "route_moe_nvfp4: shared last": _with_its_router(_moe_nvfp4_shared_last),
     "route_topk": _route_topk,
     "sample": _sample,
 }

@@ -31,6 +31,14 @@ def test_one_token(size, number, beside, arch):
 
 
 @arches
+@pytest.mark.parametrize("beside", [False, True], ids=["NVFP4", "NVFP4 and FP8"])
+@pytest.mark.parametrize("size, experts", [(FLASH, 256), (PRO, 384)], ids=["Flash", "Pro"])
+def test_one_token_with_its_routing(size, experts, beside, arch):
+    plan = token_plan(FP4, *size, 6, beside, 132)
+    assert_fits(TOKEN, arch, (*plan.defines(FP4, beside), *plan.routing_defines(experts, 6, 132)), plan.threads)
+
+
+@arches
 @kinds
 @pytest.mark.parametrize("odd, tokens", [(False, 8), (False, 32), (True, 8)], ids=["Flash, 8", "Flash, 32", "odd"])
 def test_several_tokens(odd, tokens, number, beside, arch):
@@ -68,6 +76,11 @@ def test_other_widths_take_the_general_kernels():
     for width in (512, 1536):
         for hidden, inter in ((1024, width), (width, 1024)):
             assert token_plan(FP4, hidden, inter, 6, True, 132) is None
+
+
+def test_gates_too_large_for_registers_are_routed_apart():
+    plan = token_plan(FP4, *PRO, 6, True, 132)
+    assert plan.routing_defines(384, 6, 132) and plan.routing_defines(384, 6, 80) is None
 
 
 def test_slots_hold_a_power_of_two_of_pairs():

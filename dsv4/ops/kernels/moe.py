@@ -26,6 +26,16 @@ class Shared(NamedTuple):
     down: Weight
 
 
+class Router(NamedTuple):
+    """What route_topk takes beside x."""
+
+    gate: Tensor
+    bias: Tensor
+    slots: Tensor
+    k: int
+    scale: float
+
+
 class Call(NamedTuple):
     """What all launches of one call have in common. The kernels' arguments for the shared expert are null without one."""
 
@@ -42,6 +52,10 @@ class Call(NamedTuple):
     def of(cls, gate_up: Weight, down: Weight, shared: Shared | None, shared_last: bool, limit: float) -> "Call":
         inter, count = gate_up.codes.shape[1] // 2, down.codes.shape[0]
         return cls(gate_up.number, gate_up, down, shared, shared_last, limit, inter, count)
+
+    def result(self, x: Tensor) -> Tensor:
+        """Room for it."""
+        return torch.empty(x.shape, dtype=x.dtype if self.is_rounded else torch.float32, device=x.device)
 
     @property
     def shared_gate_up(self) -> tuple[Tensor | None, Tensor | None]:
@@ -126,7 +140,7 @@ def run_experts(
     tokens, hidden = x.shape
     check_stacks(name, x, call)
     check_routing(name, tokens, experts, weights)
-    y = torch.empty((tokens, hidden), dtype=x.dtype if call.is_rounded else torch.float32, device=x.device)
+    y = call.result(x)
     x, experts, weights = rows_of(x, hidden), experts.contiguous(), weights.contiguous()
     many = tokens > DECODE_TOKENS
     most = max(1, (MANY_ENTRIES if many else ENTRIES) // (experts.shape[1] + 1))
@@ -143,7 +157,7 @@ def _run(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor) -> 
     if tokens == 1 and picks <= MOST_PICKS:
         plan = token_plan(call.number, hidden, call.inter, picks, beside, sms)
         if plan:
-            return _run_token(call, x, experts, weights, y, plan)
+            return _run_token(call, plan, x, (experts, weights), k, y)
     plans = (
         experts_plan(call.number, True, hidden, tokens * k, beside),
         experts_plan(call.number, False, call.inter, tokens * k, beside),
@@ -153,13 +167,41 @@ def _run(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor) -> 
     return _run_several(call, x, experts, weights, y, *plans)
 
 
-def _run_token(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor, plan: TokenPlan) -> None:
-    k, sms = experts.shape[1], processors(x.device.index)
+def _run_token(
+    call: Call, plan: TokenPlan, x: Tensor, routing: tuple, k: int, y: Tensor, more: tuple[str, ...] = ()
+) -> None:
+    """`routing`: what the kernel takes for it; `more` defines, if it picks the experts itself."""
     h = torch.empty((k + 1, call.inter), dtype=x.dtype, device=x.device)
-    ready(TOKEN, "moe_token", *plan.defines(call.number, call.shared is not None))(
-        sms, plan.threads, x, experts, weights, *call.gate_up, *call.down, *call.shared_gate_up, *call.shared_down, h, y, k,
-        call.shared_last, call.count, call.is_rounded, call.limit, shared=plan.bytes, pdl=True,
+    ready(TOKEN, "moe_token", *plan.defines(call.number, call.shared is not None), *more)(
+        processors(x.device.index), plan.threads, x, *routing, *call.gate_up, *call.down, *call.shared_gate_up,
+        *call.shared_down, h, y, k, call.shared_last, call.count, call.is_rounded, call.limit, shared=plan.bytes, pdl=True,
     )  # fmt: skip
+
+
+def run_routed(
+    name: str,
+    x: Tensor,
+    router: Router,
+    gate_up: Weight,
+    down: Weight,
+    limit: float,
+    shared_last: bool = False,
+    shared: Shared | None = None,
+) -> Tensor | None:
+    """run_experts' result for one token and the experts that the router picks, in one launch; None if there is no such
+    launch for these sizes."""
+    call = Call.of(gate_up, down, shared, shared_last, limit)
+    check_stacks(name, x, call)
+    (experts, hidden), k, sms = router.gate.shape, router.k, processors(x.device.index)
+    if experts != call.count - shared_last:
+        raise ValueError(f"{name}: gate has {experts} rows, expected {call.count - shared_last}, one an expert")
+    plan = token_plan(call.number, hidden, call.inter, k + shared_last, shared is not None, sms)
+    more = plan and plan.routing_defines(experts, k, sms)
+    if more is None:
+        return None
+    y = call.result(x)
+    _run_token(call, plan, rows_of(x, hidden), (router.gate, router.bias, router.slots, router.scale), k, y, more)
+    return y
 
 
 def _run_several(

@@ -1,5 +1,4 @@
-// What the expert kernels of one token and of several have in common: weights that come in pairs of rows through a ring in
-// shared memory, and their product with activations.
+// Weights that come in pairs of rows through a ring in shared memory, and their product with activations, for moe_token.cu.
 //
 // A pair is a gate row and its up row, or two rows of down. A block has the same range of pairs of every expert. Rows lie one
 // after another in memory, so that a slot of the ring is filled by a few bulk copies of whole rows.
@@ -66,6 +65,18 @@ DEVICE u32 load_acquire(const u32* counter) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
+}
+
+// Loads that stay where they stand. (ptxas moves __ldg's, ld.global.nc, past a wait to where their values are used.)
+DEVICE float load_now(const float* from) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+DEVICE uint4 load_now(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
 }
 
 // --- the ring ---------------------------------------------------------------------------------------------------------
@@ -190,7 +201,7 @@ struct BlockScales {
   DEVICE void load(const float* from) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int i = 0; i < (K / 128 + 31) / 32; ++i) scales[i] = __ldg(from + min(i * 32 + lane, K / 128 - 1));
+    for (int i = 0; i < (K / 128 + 31) / 32; ++i) scales[i] = load_now(from + min(i * 32 + lane, K / 128 - 1));
   }
   DEVICE float of_turn(int i) const {
     const float scale = K > 4096 && i >= 4 ? scales[(K / 128 + 31) / 32 - 1] : scales[0];
@@ -198,22 +209,26 @@ struct BlockScales {
   }
 };
 
-// The scales of a pair: of its matrix, and of FP8 blocks. They are asked for well before they are used.
+// The scales of a matrix's low and high rows, in NVFP4.
+template <int F, bool Up>
+DEVICE float2 matrix_scales(const Matrix& matrix, int expert) {
+  if (F != FP4) return make_float2(1.f, 1.f);
+  const float* from = matrix.scale_2 + (Up ? expert * 2 : expert);
+  return make_float2(load_now(from), load_now(from + Up));
+}
+
+// The scales of a pair: of its matrix, and of FP8 blocks. All are asked for well before they are used.
 template <int F, bool Up>
 struct PairScales {
   BlockScales<Rows<F, Up>::K> low_blocks, high_blocks;
-  float low = 1.f, high = 1.f;
-  DEVICE PairScales(const Matrix& matrix, int expert, int pair) {
+  float2 whole;
+  DEVICE PairScales(const Matrix& matrix, int expert, int pair, float2 whole) : whole(whole) {
     constexpr int COLUMNS = Rows<F, Up>::K / 128, BLOCKS = (Up ? I : H) / 128;
     if (F == FP8) {
       const int block = min(Up ? pair / 128 : pair / 64, BLOCKS - 1);  // there may be no such pair
       const float* from = reinterpret_cast<const float*>(matrix.scales) + (expert * (Up ? 2 : 1) * BLOCKS + block) * COLUMNS;
       low_blocks.load(from);
       high_blocks.load(from + (Up ? BLOCKS * COLUMNS : 0));
-    }
-    if (F == FP4) {
-      low = __ldg(matrix.scale_2 + (Up ? expert * 2 : expert));
-      if (Up) high = __ldg(matrix.scale_2 + expert * 2 + 1);
     }
   }
 };
@@ -290,8 +305,7 @@ DEVICE void multiply(const u8* slot, int pair, const uint4* const (&activations)
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
     if (F != FP8) sums[n] = diagonal(n);
-    const float high = F == FP4 && !Up ? of.low : of.high;  // multiplied only now, when it is there
-    sums[n] = make_float2(counts ? sums[n].x * RAW<F> * of.low : 0.f, counts ? sums[n].y * RAW<F> * high : 0.f);
+    sums[n] = make_float2(counts ? sums[n].x * RAW<F> * of.whole.x : 0.f, counts ? sums[n].y * RAW<F> * of.whole.y : 0.f);
   }
 }
 

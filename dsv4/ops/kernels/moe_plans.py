@@ -11,6 +11,8 @@ MOST_PICKS = 32  # of one token, a shared expert of the stack among them
 MAX_STAGES = 6
 WHOLE = SHARED_BYTES - STATIC_BYTES
 PAIR_WARPS = 16  # that multiply pairs of rows, in a block of moe_token.cu
+MOST_GATE = 8  # registers of 16 bytes of a thread, for rows of the gate
+LEAST_GATE_ROWS = 4  # of a block that has any: the last blocks begin last, and fewer exchange their scores sooner
 SLOT_BYTES = 18432  # of its ring, or what a pair of rows takes if that is more
 
 
@@ -49,8 +51,16 @@ class TokenPlan:
         return (
             *(f"H={self.hidden}", f"I={self.inter}", f"FMT={number}", f"BESIDE={int(beside)}", f"WARPS={self.warps}"),
             *(f"STAGES={self.stages}", f"SLOT={self.slot}", f"DOWN_PAIRS={self.down_pairs}"),
-            *(f"EARLY={self.stages // 2}", "KW=1", "NT=1", "TAIL=0"),
+            *("KW=1", "NT=1", "TAIL=0"),
         )
+
+    def routing_defines(self, experts: int, k: int, sms: int) -> tuple[str, ...] | None:
+        """Further ones, for a launch that picks k of so many experts; None if the rows of the gate that a block has are too
+        large for registers."""
+        rows = max(LEAST_GATE_ROWS, math.ceil(experts / sms))
+        if rows * math.ceil(self.hidden / (256 * self.warps)) > MOST_GATE:
+            return None
+        return f"E={experts}", f"TOP={k}", f"ROWS={rows}"
 
 
 def _bytes(number: int, width: int) -> int:

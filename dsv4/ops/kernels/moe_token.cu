@@ -5,32 +5,38 @@
 // shared expert's, 3 * I * H. Floor at 4.25 TB/s on an H200 for Flash and 6 experts: 84.9 MB, 20.0 us; with the shared expert
 // 110 MB, 25.9 us.
 //
-// Measured there for Flash (random routing, in a CUDA graph, with the shared expert): 28.6 us after a kernel of 5 us that leaves
-// the memory idle, 30.4 us after route_topk, 32.8 us by itself (79 % of the floor), of which decoding is 0.3 us and everything
-// but the copies 2 us; without the shared expert 29.0 us, FP8 experts 39.3 us (90 %), bf16 ones 74.2 us (96 %), Pro with the
-// shared expert 82.0 us (83 %). Launched cooperatively, 35.1 us after route_topk: then no block starts before all can. Half
-// as many warps take 3.5 us more, 6 slots in place of 10 nothing to speak of.
+// Measured there (in CUDA graphs, weights past the L2) with the choice of experts inside, and in brackets for route_topk and
+// this kernel one after the other. Flash with the FP8 shared expert: 33.5 us by itself (37.1), and 34.3 us (37.0) more than a
+// linear and hc_mix alone when it follows them; with all experts in NVFP4 32.0 us (36.1) and 33.0 us (36.7); Pro with the FP8
+// shared expert 80.2 us (85.6) and 83.5 us (85.1).
+//
+// After hc_mix, by stamps: x is in shared memory 0.8 us after the end of that, the last scores are given at 2.0, the experts
+// are known at 4.1, gate and up rows are done at 19.5, the end is at 30. What is exchanged between blocks is slow under the
+// load of the weights: a round of counting up and polling takes 0.6 us on an idle device, 1.5 us under load, and 2.4 with the
+// fence that orders h before its count. Without decoding and products it takes 1 us less. 5 slots of the ring lose 1 us,
+// 12 warps 3, weights with the usual priority in the L2 5; 7 or 8 slots and 20 warps gain nothing. Values of h that say
+// themselves that they are there, in place of the count, were 2 to 6 us slower, as was the shared expert's down before the
+// routed experts; groups of rows dealt out to the blocks in turn gained nothing.
 //
 // Each block has a range of pairs of rows, the same of every expert (see moe_pairs.cuh), and their weights come through one
-// ring in the order of use: of gate and up of each picked expert, and then of down. The shared expert's are known before the
-// routing: before the previous kernel has ended, EARLY slots are filled with them, and the others are asked to come to the L2;
-// they are used last, up's and down's. h of an expert is complete when all blocks have counted up `ready` for it, which, but
-// for the last ones, was long ago when down needs it.
+// ring in the order of use: of gate and up of the shared expert and of each picked one, and then of down. The shared expert's
+// are known before the routing: before the previous kernel has ended, the ring is filled with them, and the others are asked
+// to come to the L2; gate and up are used while the experts are chosen. h of an expert is complete when all blocks have
+// counted up `ready` for it, which, but for the last ones, was long ago when down needs it.
 //
 // Of WARPS + 3 warps one asks for weights, one counts what the block has written, one fetches h and the others multiply.
 // All blocks have to run at a time: a block for each multiprocessor. They wait for nothing but each other and the previous
 // kernel, whose blocks all run before the first of these does.
-// Defines: see moe_pairs.cuh; DOWN_PAIRS (of rows of y that a warp has at most); EARLY.
-#include "moe_pairs.cuh"
+// Defines: see moe_pairs.cuh and moe_routing.cuh; DOWN_PAIRS (of rows of y that a warp has at most).
+#include "moe_routing.cuh"
 
 constexpr int MOST = 33;  // experts of a token, the shared one among them
 __device__ u32 ready[MOST];  // blocks that have written an expert's h; 0 between launches
 __device__ u32 ended;
 
 struct Token {
-  const __nv_bfloat16* x;
-  const int* experts;
-  const float* weights;
+  const uint4* x;
+  Routing routing;
   Matrix up, down, shared_up, shared_down;
   __nv_bfloat16* h;  // [choices + 1, I] in the order of `place`
   void* y;
@@ -43,45 +49,27 @@ struct Shared {
   u64 done[MOST], fetched[MOST];  // an expert's h: the block's part of it is written; all of it is here
   u32 largest[WARPS];
   float inverse[MOST];  // of the powers of two that an expert's h was multiplied with
+  Routing::Shared routing;
 };
 
-// Lane s holds routed expert s. A number that is none takes no place.
-struct Picks {
-  int count, expert;
-  float weight;
-};
-
-DEVICE Picks read_picks(const Token& p) {
-  const int lane = threadIdx.x & 31;
-  const int expert = lane < p.choices ? p.experts[lane] : -1;
-  const float weight = lane < p.choices ? p.weights[lane] : 0.f;
-  const u32 live = __ballot_sync(~0u, expert >= 0 && expert < p.count);
-  int from = 0;  // the choice of this lane: the live one that has `lane` live ones before it
-#pragma unroll
-  for (int half = 16; half; half >>= 1)
-    if (__popc(live & ((1u << (from + half)) - 1)) <= lane) from += half;
-  return {__popc(live), __shfl_sync(~0u, expert, from), __shfl_sync(~0u, weight, from)};
-}
-
-// Where things are in the order of slots and of experts.
+// Where things are in the order of slots. The shared expert, if any, is number 0 of the experts.
 struct Order {
   Range up, down;
   int shared, routed;  // experts
   DEVICE Order(const Token& p, int picks) : up(I), down(H / 2), shared(BESIDE || p.last_shared), routed(picks) {}
+  DEVICE int experts() const { return shared + routed; }
   template <int F, bool Up>
   DEVICE int slots() const {
     constexpr int GROUP = Rows<F, Up>::GROUP;
     return ((Up ? up : down).size() + GROUP - 1) / GROUP;
   }
-  DEVICE int nth(int i) const { return i < routed ? shared + i : 0; }  // expert; the shared one is number 0 and comes last
-  DEVICE int early() const { return shared * min(EARLY, slots<SHARED_FORMAT, true>()); }
-  // The slot that pair 0 of an expert would be in, if that of pair j is the one to be found.
-  template <int F, bool Up>
-  DEVICE int first_slot(int expert, int j) const {
-    const bool is_shared = expert < shared;
-    const int others = is_shared ? routed : expert - shared;  // that are before it
-    if (Up) return is_shared && j < early() * Rows<F, Up>::GROUP ? 0 : (is_shared ? 0 : early()) + others * slots<FMT, true>();
-    return shared * slots<SHARED_FORMAT, true>() + routed * slots<FMT, true>() + others * slots<FMT, false>();
+  template <bool Up>
+  DEVICE int slots_before(int expert) const {
+    return min(expert, shared) * slots<SHARED_FORMAT, Up>() + max(expert - shared, 0) * slots<FMT, Up>();
+  }
+  template <bool Up>
+  DEVICE int first_slot(int expert) const {
+    return (Up ? 0 : slots_before<true>(experts())) + slots_before<Up>(expert);
   }
 };
 
@@ -102,41 +90,42 @@ DEVICE void feed(const Token& p, u8* memory, Shared& shared) {
   const i64 last = BESIDE ? 0 : p.count - 1;
   const Matrix &shared_up = BESIDE ? p.shared_up : p.up, &shared_down = BESIDE ? p.shared_down : p.down;
   Range now = known.up, later = known.up;
-  now.last = later.first = min(now.last, now.first + EARLY * Rows<SHARED_FORMAT, true>::GROUP);
+  now.last = later.first = min(now.last, now.first + STAGES * Rows<SHARED_FORMAT, true>::GROUP);
   if (first && known.shared) {
     feeder.ask<SHARED_FORMAT, true>(shared_up, last, now);
     prefetch_rows<SHARED_FORMAT, true>(shared_up, last * 2 * I + later.first, later.size());
     prefetch_rows<SHARED_FORMAT, true>(shared_up, last * 2 * I + I + later.first, later.size());
     prefetch_rows<SHARED_FORMAT, false>(shared_down, last * H + known.down.first * 2, known.down.size() * 2);
+    feeder.ask<SHARED_FORMAT, true>(shared_up, last, later);
   }
   __syncwarp();
   wait_for_previous_kernel();
-  const Picks picks = read_picks(p);
+  pick_experts(p.routing, shared.routing);
+  const Picks picks = read_picks(p.routing, p.choices, p.count, shared.routing);
 #pragma unroll 1
   for (int s = 0; s < picks.count; ++s) {
     const int expert = __shfl_sync(~0u, picks.expert, s);
     if (first) feeder.ask<FMT, true>(p.up, expert, known.up);
   }
-  if (first && known.shared) feeder.ask<SHARED_FORMAT, true>(shared_up, last, later);
+  if (first && known.shared) feeder.ask<SHARED_FORMAT, false>(shared_down, last, known.down);
 #pragma unroll 1
   for (int s = 0; s < picks.count; ++s) {
     const int expert = __shfl_sync(~0u, picks.expert, s);
     if (first) feeder.ask<FMT, false>(p.down, expert, known.down);
   }
-  if (first && known.shared) feeder.ask<SHARED_FORMAT, false>(shared_down, last, known.down);
 }
 
 // The warps that multiply: x into shared memory. Returns the inverse of the power of two.
-DEVICE float stage_x(const __nv_bfloat16* x, uint4* to, Shared& shared) {
-  constexpr int PIECES = H / 8, EACH = (PIECES + THREADS - 1) / THREADS;
+DEVICE float stage_x(const uint4* x, const Gate& gate, uint4* to, Shared& shared) {
   uint4 v[EACH];
   u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int c = threadIdx.x + i * THREADS;
-    v[i] = c < PIECES ? reinterpret_cast<const uint4*>(x)[c] : make_uint4(0, 0, 0, 0);
+    v[i] = c < PIECES ? x[c] : make_uint4(0, 0, 0, 0);
     largest = max(largest, larger(largest_of_8(v[i])));
   }
+  gate.multiply(v, shared.routing);
   int shift = 0;
   if (FMT != BF16) {
     largest = __reduce_max_sync(~0u, largest);
@@ -159,8 +148,7 @@ DEVICE float stage_x(const __nv_bfloat16* x, uint4* to, Shared& shared) {
 DEVICE void count_written(const Order& order, Shared& shared) {
   if ((threadIdx.x & 31) != 0) return;
 #pragma unroll 1
-  for (int i = 0; i < order.shared + order.routed; ++i) {
-    const int s = order.nth(i);
+  for (int s = 0; s < order.experts(); ++s) {
     barrier_wait(shared_address(&shared.done[s]), 0);
     count_up(&ready[s]);
   }
@@ -170,8 +158,7 @@ DEVICE void count_written(const Order& order, Shared& shared) {
 DEVICE void fetch(const Token& p, const Order& order, Shared& shared, uint4* to) {
   const int lane = threadIdx.x & 31;
 #pragma unroll 1
-  for (int i = 0; i < order.shared + order.routed; ++i) {
-    const int s = order.nth(i);
+  for (int s = 0; s < order.experts(); ++s) {
     while (load_acquire(&ready[s]) != gridDim.x) {}
     __syncwarp();
     const float inverse = stage_row<true>(reinterpret_cast<const uint4*>(p.h) + s * (I / 8), to + s * (I / 8));
@@ -179,8 +166,10 @@ DEVICE void fetch(const Token& p, const Order& order, Shared& shared, uint4* to)
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&shared.fetched[s]));
   }
-  if (last_warp(&ended, gridDim.x))
+  if (last_warp(&ended, gridDim.x)) {
     for (int s = lane; s < MOST; s += 32) ready[s] = 0;
+    forget_scores();
+  }
 }
 
 // One of the warps that multiply.
@@ -203,49 +192,60 @@ struct Multiplier {
     return sums[0];
   }
 
-  // Pairs [from, to) of expert number s: its values of h. `scales`: of the warp's first pair.
+  // Expert number s: the warp's values of h. `scales`: of its first pair, of any in NVFP4.
   template <int F>
-  DEVICE void up(const Matrix& matrix, int s, int expert, float weight, const uint4* x, float inverse,
-                 PairScales<F, true> scales, int from, int to) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  DEVICE void up(const Matrix& matrix, int s, int expert, float weight, const uint4* x, float inverse, PairScales<F, true> scales) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_slot = order.first_slot<true>(s);
 #pragma unroll 1
-    for (int j = warp; j < to; j += WARPS) {
-      if (j < from) continue;
-      if (j > warp) scales = PairScales<F, true>(matrix, expert, order.up.first + j);
-      const float2 sums = pair<F, true>(order.first_slot<F, true>(s, j), j, x, scales);
+    for (int j = warp; j < order.up.size(); j += WARPS) {
+      if (j > warp) scales = PairScales<F, true>(matrix, expert, order.up.first + j, scales.whole);
+      const float2 sums = pair<F, true>(first_slot, j, x, scales);
       float both[2] = {sums.x, sums.y};
       const float value = swiglu(warp_sums(both) * inverse, p.limit) * weight;
       if (lane == 0) p.h[static_cast<i64>(s) * I + place(order.up.first + j)] = __float2bfloat16(value);
     }
-    if (to == order.up.size() && lane == 0) barrier_arrive(shared_address(&shared.done[s]));
+    if (lane == 0) barrier_arrive(shared_address(&shared.done[s]));
   }
 
+  // And its part of the rows of y, added to `sums`.
   template <int F>
-  DEVICE void down(const Matrix& matrix, int s, int expert, const uint4* h, float2 (&sums)[DOWN_PAIRS],
-                   PairScales<F, false> scales) {
-    const int warp = threadIdx.x >> 5, pairs = order.down.size();
+  DEVICE void down(const Matrix& matrix, int s, int expert, const uint4* h, float2 (&sums)[DOWN_PAIRS], PairScales<F, false> scales) {
+    const int warp = threadIdx.x >> 5, pairs = order.down.size(), first_slot = order.first_slot<false>(s);
     barrier_wait(shared_address(&shared.fetched[s]), 0);
     const float inverse = shared.inverse[s];
 #pragma unroll
     for (int i = 0; i < DOWN_PAIRS; ++i) {
       const int j = warp + i * WARPS;
       if (j >= pairs) break;
-      if (i > 0) scales = PairScales<F, false>(matrix, expert, order.down.first + j);
-      const float2 one = pair<F, false>(order.first_slot<F, false>(s, j), j, h + s * (I / 8), scales);
+      if (i > 0) scales = PairScales<F, false>(matrix, expert, order.down.first + j, scales.whole);
+      const float2 one = pair<F, false>(first_slot, j, h + s * (I / 8), scales);
       sums[i].x = fmaf(one.x, inverse, sums[i].x);
       sums[i].y = fmaf(one.y, inverse, sums[i].y);
     }
   }
 };
 
+DEVICE float2 shuffle(float2 v, int lane) { return make_float2(__shfl_sync(~0u, v.x, lane), __shfl_sync(~0u, v.y, lane)); }
+
 KERNEL __launch_bounds__((WARPS + 3) * 32, 1)
-moe_token(const __nv_bfloat16* x, const int* experts, const float* weights, const u8* up, const u8* up_scales,
-          const float* up_scale_2, const u8* down, const u8* down_scales, const float* down_scale_2, const u8* shared_up,
-          const u8* shared_up_scales, const u8* shared_down, const u8* shared_down_scales, __nv_bfloat16* h, void* y,
-          int choices, int last_shared, int count, int rounded, float limit) {
+moe_token(const uint4* x,
+#ifdef E
+          const uint4* gate, const float* bias, const i64* slots, float scale,
+#else
+          const int* experts, const float* weights,
+#endif
+          const u8* up, const u8* up_scales, const float* up_scale_2, const u8* down, const u8* down_scales,
+          const float* down_scale_2, const u8* shared_up, const u8* shared_up_scales, const u8* shared_down,
+          const u8* shared_down_scales, __nv_bfloat16* h, void* y, int choices, int last_shared, int count, int rounded,
+          float limit) {
+#ifdef E
+  const Routing routing{gate, bias, slots, scale};
+#else
+  const Routing routing{experts, weights};
+#endif
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Shared shared;
-  const Token p{x, experts, weights, {up, up_scales, up_scale_2}, {down, down_scales, down_scale_2},
+  const Token p{x, routing, {up, up_scales, up_scale_2}, {down, down_scales, down_scale_2},
                 {shared_up, shared_up_scales, nullptr}, {shared_down, shared_down_scales, nullptr}, h, y,
                 choices, last_shared, count, rounded, limit};
   let_next_kernel_start();
@@ -256,43 +256,49 @@ moe_token(const __nv_bfloat16* x, const int* experts, const float* weights, cons
       barrier_init(shared_address(&shared.done[i]), WARPS);
       barrier_init(shared_address(&shared.fetched[i]), 1);
     }
+    shared.routing.init();
     barrier_init_done();
   }
   __syncthreads();
   if (warp == WARPS) return feed(p, memory, shared);
-  uint4 *staged_x = reinterpret_cast<uint4*>(memory + STAGES * SLOT), *staged_h = staged_x + H / 8;
+  uint4 *staged_x = reinterpret_cast<uint4*>(memory + STAGES * SLOT), *staged_h = staged_x + PIECES;
+  if (warp > WARPS) {
+    wait_for_previous_kernel();
+    if (warp == WARPS + 1) give_scores(shared.routing);
+    const Order order(p, read_picks(routing, choices, count, shared.routing).count);
+    return warp == WARPS + 1 ? count_written(order, shared) : fetch(p, order, shared, staged_h);
+  }
+
   const int last = BESIDE ? 0 : count - 1;
   const Matrix &last_up = BESIDE ? p.shared_up : p.up, &last_down = BESIDE ? p.shared_down : p.down;
   const Order known(p, 0);
-  const PairScales<SHARED_FORMAT, true> first_up(last_up, last, known.up.first + warp);
+  const int up_pair = known.up.first + warp, down_pair = known.down.first + warp;
+  const Gate rows(routing);
+  const PairScales<SHARED_FORMAT, true> last_up_scales(last_up, last, up_pair, matrix_scales<SHARED_FORMAT, true>(last_up, last));
+  const PairScales<SHARED_FORMAT, false> last_down_scales(last_down, last, down_pair,
+                                                          matrix_scales<SHARED_FORMAT, false>(last_down, last));
   wait_for_previous_kernel();
-  if (warp == WARPS + 1) return count_written(Order(p, read_picks(p).count), shared);
-  if (warp == WARPS + 2) return fetch(p, Order(p, read_picks(p).count), shared, staged_h);
-
-  const float inverse = stage_x(x, staged_x, shared);
-  const Picks picks = read_picks(p);
+  const float inverse = stage_x(x, rows, staged_x, shared);
+  if (known.shared) Multiplier{p, known, shared, memory}.up<SHARED_FORMAT>(last_up, 0, last, 1.f, staged_x, inverse, last_up_scales);
+  const Picks picks = read_picks(routing, choices, count, shared.routing);
+  const float2 up_scale = matrix_scales<FMT, true>(p.up, max(picks.expert, 0));  // of each lane's expert
+  const float2 down_scale = matrix_scales<FMT, false>(p.down, max(picks.expert, 0));
   const Order order(p, picks.count);
   Multiplier multiplier{p, order, shared, memory};
-  const int pairs = order.up.size(), early = min(pairs, order.early() * Rows<SHARED_FORMAT, true>::GROUP);
-  if (early > 0) multiplier.up<SHARED_FORMAT>(last_up, 0, last, 1.f, staged_x, inverse, first_up, 0, early);
 #pragma unroll 1
   for (int s = 0; s < order.routed; ++s) {
     const int expert = __shfl_sync(~0u, picks.expert, s);
     multiplier.up<FMT>(p.up, order.shared + s, expert, __shfl_sync(~0u, picks.weight, s), staged_x, inverse,
-                       PairScales<FMT, true>(p.up, expert, order.up.first + warp), 0, pairs);
+                       PairScales<FMT, true>(p.up, expert, up_pair, shuffle(up_scale, s)));
   }
-  if (order.shared && (early < pairs || pairs == 0))
-    multiplier.up<SHARED_FORMAT>(last_up, 0, last, 1.f, staged_x, inverse, first_up, early, pairs);
   float2 alone[DOWN_PAIRS] = {}, sums[DOWN_PAIRS] = {};
+  if (order.shared) multiplier.down<SHARED_FORMAT>(last_down, 0, last, staged_h, alone, last_down_scales);
 #pragma unroll 1
   for (int s = 0; s < order.routed; ++s) {
     const int expert = __shfl_sync(~0u, picks.expert, s);
     multiplier.down<FMT>(p.down, order.shared + s, expert, staged_h, sums,
-                         PairScales<FMT, false>(p.down, expert, order.down.first + warp));
+                         PairScales<FMT, false>(p.down, expert, down_pair, shuffle(down_scale, s)));
   }
-  if (order.shared)
-    multiplier.down<SHARED_FORMAT>(last_down, 0, last, staged_h, alone,
-                                   PairScales<SHARED_FORMAT, false>(last_down, last, order.down.first + warp));
 #pragma unroll
   for (int i = 0; i < DOWN_PAIRS; ++i) {
     const int j = warp + i * WARPS;

@@ -1,4 +1,4 @@
-// route_topk, route_hash: router scores and the choice of experts.
+// route_topk, route_hash: router scores and the choice of experts. (One token with NVFP4 experts: see moe_routing.cuh.)
 //
 // Bytes at one token: route_topk reads the gate, Flash 256 x 4096 bf16 2.10 MB (0.49 us at 4.25 TB/s), Pro 384 x 7168
 // 5.5 MB (1.3 us); route_hash six or eight of its rows, 49 / 115 KB. Latency throughout.
@@ -19,19 +19,17 @@
 //
 // Defines: H (a multiple of 8), E, TOP (k); CLUSTER, SPREAD and STORED for route_topk; HASH and SPLIT for route_hash.
 #include "hopper.cuh"
+#include "route.cuh"
 
 constexpr int VECTORS = H / 8;
-static_assert(H % 8 == 0 && TOP <= 32 && TOP <= E, "");
+static_assert(H % 8 == 0, "");
 
-DEVICE float score(float logit) { return sqrtf(logit > 20.f ? logit : log1pf(expf(logit))); }
-
-// Lane r < TOP holds pick r: its expert and its score.
-DEVICE void write_picks(int expert, float s, float scale, i64 token, int* experts, float* weights) {
+DEVICE void write_picks(Pick pick, float scale, i64 token, int* experts, float* weights) {
   const int lane = threadIdx.x & 31;
-  const float sum = warp_sum(lane < TOP ? s : 0.f);
+  const float weight = weight_of(pick.score, scale);
   if (lane < TOP) {
-    experts[token * TOP + lane] = expert;
-    weights[token * TOP + lane] = s / (sum + 1e-20f) * scale;
+    experts[token * TOP + lane] = pick.expert;
+    weights[token * TOP + lane] = weight;
   }
 }
 
@@ -53,7 +51,6 @@ constexpr int QUADS = STEPS * GROUPS;                           // of the gate a
 constexpr int KEPT = QUADS < 4 ? QUADS : 4;
 constexpr int AT_ONCE = (STEPS + (STEPS + 7) / 8 - 1) / ((STEPS + 7) / 8);  // vectors of a token: 8 at most, even parts
 constexpr int SELECTED = (TOKENS + CLUSTER - 1) / CLUSTER;      // tokens that a block selects for
-constexpr int PER_LANE = (E + 31) / 32;
 
 __device__ u32 arrivals[64];  // one a token, each 0 between launches
 
@@ -64,43 +61,16 @@ struct Shared {
   u64 arrived[1];
 };
 
-// One warp: the TOP largest of score + bias, ties to the lower expert. `scores` may be logits still.
+// One warp: a token's experts. `scores` may be logits still.
 template <bool Logits>
-DEVICE void select(const float* scores, const float* bias, float scale, i64 token, int* experts, float* weights) {
-  const int lane = threadIdx.x & 31;
-  u32 key[PER_LANE];
-  float s[PER_LANE];
+DEVICE void pick_experts(const float* scores, const float* bias, float scale, i64 token, int* experts, float* weights) {
+  float mine[PER_LANE];
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    const int e = lane * PER_LANE + i;
-    key[i] = 0;
-    s[i] = 0.f;
-    if (e < E) {
-      s[i] = Logits ? score(scores[e]) : scores[e];
-      const u32 bits = __float_as_uint(s[i] + bias[e] + 0.f);  // + 0: no negative zero
-      key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    }
+    const float one = scores[min(i * 32 + static_cast<int>(threadIdx.x & 31), E - 1)];
+    mine[i] = Logits ? score(one) : one;
   }
-  int my_expert = 0;
-  float my_score = 0.f;
-#pragma unroll
-  for (int r = 0; r < TOP; ++r) {
-    u32 best = key[0];
-    int at = 0;
-    float value = s[0];
-#pragma unroll
-    for (int i = 1; i < PER_LANE; ++i)
-      if (key[i] > best) best = key[i], at = i, value = s[i];
-    const u32 top = __reduce_max_sync(~0u, best);
-    const int winner = __ffs(__ballot_sync(~0u, best == top)) - 1;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i)
-      if (lane == winner && i == at) key[i] = 0;
-    const int expert = winner * PER_LANE + __shfl_sync(~0u, at, winner);
-    value = __shfl_sync(~0u, value, winner);
-    if (lane == r) my_expert = expert, my_score = value;
-  }
-  write_picks(my_expert, my_score, scale, token, experts, weights);
+  write_picks(select(mine, [&](int, int e) { return bias[e]; }), scale, token, experts, weights);
 }
 
 // all [T, SPREAD * CLUSTER * EXPERTS] is scratch.
@@ -203,7 +173,7 @@ KERNEL __launch_bounds__(THREADS, SPREAD == 1 && STORED <= 12 ? 2 : 1)
     scores = all;
   }
   if (slot < 0) write_none(token0 + t, experts, weights);
-  else select<false>(scores, shared.bias, scale, token0 + t, experts, weights);
+  else pick_experts<false>(scores, shared.bias, scale, token0 + t, experts, weights);
 }
 
 // A warp a token.
@@ -214,7 +184,7 @@ KERNEL route_select(const float* logits, const float* __restrict__ bias, const i
   wait_for_previous_kernel();
   if (t >= tokens) return;
   if (slots[t] < 0) write_none(t, experts, weights);
-  else select<true>(logits + static_cast<i64>(t) * E, bias, scale, t, experts, weights);
+  else pick_experts<true>(logits + static_cast<i64>(t) * E, bias, scale, t, experts, weights);
 }
 
 #else
@@ -261,7 +231,7 @@ KERNEL __launch_bounds__(WARPS * 32)
   if (lane < TOP)
 #pragma unroll
     for (int p = 0; p < SPLIT; ++p) logit += sums[lane * SPLIT + p];
-  write_picks(lane < TOP ? static_cast<int>(picks[lane]) : 0, score(logit), scale, t, experts, weights);
+  write_picks({lane < TOP ? static_cast<int>(picks[lane]) : 0, score(logit)}, scale, t, experts, weights);
 }
 
 #endif
