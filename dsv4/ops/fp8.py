@@ -79,7 +79,7 @@ def _linear_fake(
 def _linear_cuda(
     x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1, norm: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
-    """bf16: the streaming kernel up to 64 tokens, else the weight in bf16 and a matmul. float32: the reference, the
+    """bf16: the streaming kernel up to 128 tokens, else the weight in bf16 and a matmul. float32: the reference, the
     oracle's precision."""
     if x.dtype == torch.float32:
         return linear_fp8_block_ref(x, weight, scale, groups, norm, eps)
@@ -124,5 +124,5 @@ def linear_fp8_block(
     """Weight-only FP8-block linear: x [..., K] (with groups > 1: [..., G, K]) bf16 or float32; weight float8_e4m3fn
     [N, K] (rows of group g are g*N/G ..); scale float32 [ceil(N/128), ceil(K/128)]. Returns [..., N] in x's dtype.
 
-    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch up to 64 tokens."""
+    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch up to 128 tokens."""
     return torch.ops.dsv4.linear_fp8_block(x, weight, scale, groups, norm, eps)

@@ -117,7 +117,7 @@ def _linear_cuda(
     eps: float = 0.0,
     out_fp32: bool = False,
 ) -> Tensor:
-    """bf16: the streaming kernel up to 64 tokens, else the weight in bf16 and a matmul. float32: the reference, the
+    """bf16: the streaming kernel up to 128 tokens, else the weight in bf16 and a matmul. float32: the reference, the
     oracle's precision."""
     if x.dtype == torch.float32:
         return linear_nvfp4_ref(x, weight, scale, scale_2, activation, groups, norm, eps, out_fp32)
@@ -188,7 +188,7 @@ def linear_nvfp4(
     group g are g*N/G ..); scale float8_e4m3fn [N, K/16]; scale_2 float32 [], or [N] with a value for each row. Returns
     [..., N] in x's dtype, with `out_fp32` in float32.
 
-    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch up to 64 tokens.
+    norm float32 [K]: x goes through RMSNorm with this weight and `eps` first, in the same launch up to 128 tokens.
     activation="nvfp4" emulates a W4A4 kernel: what meets the weight goes through NVFP4 (`through_nvfp4`)."""
     if activation not in (None, "nvfp4"):
         raise ValueError(f'linear_nvfp4: activation must be None or "nvfp4", found {activation!r}')

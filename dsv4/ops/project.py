@@ -59,7 +59,7 @@ def _cuda(
     exact_scale: Tensor | None = None,
     exact_scale_2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """bf16: the streaming kernels up to 64 tokens, else two matmuls. float32: the reference, the oracle's precision."""
+    """bf16: the streaming kernels up to 128 tokens, else two matmuls. float32: the reference, the oracle's precision."""
     if x.dtype == torch.float32:
         return project_ref(x, weight, scale, scale_2, exact, exact_scale, exact_scale_2)
     first, second = Weight(weight, scale, scale_2), Weight(exact, exact_scale, exact_scale_2)

@@ -4,7 +4,7 @@ import pytest
 
 from dsv4.ops.kernels import gemv_nvfp4
 from dsv4.ops.kernels.build import compile_cubin
-from dsv4.ops.kernels.linear import ALONE, BESIDE, WARPS, WHOLE, WITH_ATTENTION, Work, linear_plan, project_plans
+from dsv4.ops.kernels.linear import ALONE, BESIDE, WARPS, WHOLE, WITH_ATTENTION, Work, halves, linear_plan, project_plans
 from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8
 
 pytest.importorskip("cuda.core")
@@ -52,11 +52,23 @@ def test_project(forms, tokens, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("k, norm", [(1024, True), (4096, False), (7168, False), (8192, False), (16384, False)])
+@pytest.mark.parametrize(
+    "k, norm", [(1024, True), (1536, True), (4096, False), (7168, False), (8192, False), (16384, False)]
+)
 def test_one_token_in_nvfp4(k, norm, arch):
-    """Two blocks an SM, of this kernel or the next."""
-    assert_fits("gemv_nvfp4.cu", arch, gemv_nvfp4.defines(k, norm), 2 * gemv_nvfp4.WARPS * 32)
-    assert gemv_nvfp4.stages(k) * gemv_nvfp4.STAGE_BYTES >= 64 * 1024
+    """Room for a block of attention, of 384 threads with 88 registers."""
+    defines = gemv_nvfp4.defines(k, norm)
+    assert_fits("gemv_nvfp4.cu", arch, defines, 2 * gemv_nvfp4.WARPS * 32)
+    _, found = compile_cubin("gemv_nvfp4.cu", arch, defines)
+    assert found["gemv_nvfp4"].registers <= 120
+    assert gemv_nvfp4.shared_bytes(k, gemv_nvfp4.MOST_UNITS // gemv_nvfp4.split_k(k)) <= BESIDE
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 9, 65, 100, 128])
+def test_halves_are_all_tokens_and_fit_a_launch(tokens):
+    rows = list(range(tokens))
+    first, second = (rows[part] for part in halves(tokens))
+    assert first + second == rows and min(len(first), len(second)) > 0 and max(len(first), len(second)) <= 64
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -95,6 +95,21 @@ DEVICE float choose(u32 mask, float a, float b) {
   return __uint_as_float((__float_as_uint(a) & mask) | (__float_as_uint(b) & ~mask));
 }
 
+// Lanes t = 0..3 of four: w[c] of lane t becomes what w[t] of lane c was.
+DEVICE void transpose4(u32 (&w)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & step) continue;
+      const u32 other = __shfl_xor_sync(~0u, upper ? w[j] : w[j + step], step);
+      if (upper) w[j] = other;
+      else w[j + step] = other;
+    }
+  }
+}
+
 // x[i] + x[i + Half] of this lane or of the lane `step` away, for i < Half; then the same with half of each.
 template <int Half, int Count>
 DEVICE void fold(float (&x)[Count], int step) {

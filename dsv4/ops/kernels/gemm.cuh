@@ -1,4 +1,4 @@
-// One block's share of y = x W^T for 9 to 64 tokens; W, in bf16, FP8 or NVFP4, is streamed once. See stream.cuh,
+// One block's share of y = x W^T for up to 64 tokens; W, in bf16, FP8 or NVFP4, is streamed once. See stream.cuh,
 // gemm_multiply.cuh and gemm_tokens.cuh.
 //
 // The rows of W are divided among the blocks of a group and, in a block, among its warps. Each warp has a ring of STAGES steps
@@ -10,7 +10,8 @@
 // Shared memory: tokens, rings, FP8 scales, the inverse powers of two of the tokens, a barrier. Sums that are received take the
 // place of tokens and rings if there is one round of TILES tiles of 16 rows a warp, else they have room of their own.
 //
-// Defines: N (16, 32 or 64 tokens), TILES, RANKS, PIECES (of 256 values that a block has of a token), and see stream.cuh.
+// Defines: N (8, 16, 32 or 64 tokens), TILES, RANKS, APART (1: sums that are received have room of their own), PIECES (of 256
+// values that a block has of a token), and see stream.cuh.
 #ifndef DSV4_GEMM
 #define DSV4_GEMM
 #define KW 1
@@ -19,6 +20,7 @@
 
 template <int F> constexpr int ATOMS_OF = STEP_K<F> / 64;  // of 64 values in a step
 constexpr int SHARE = N / RANKS;                           // tokens whose sums a block adds up
+static_assert(SHARE >= 2, "sums are sent two at a time");
 constexpr int EARLY = 2;                                   // steps copied before the tokens, which have to wait for them
 
 template <typename Out>
@@ -179,8 +181,9 @@ DEVICE void store_sums(const Gemm<Out>& p, const Sums& sums, int row, int last) 
   }
 }
 
-// Part `part` of `parts`; all blocks of a cluster have the same part. With one round, the `received` sums may lie at 0.
-template <int F, int Tiles, bool Norm, typename Out>
+// Part `part` of `parts`; all blocks of a cluster have the same part. Apart: the `received` sums have room of their own, and are
+// sent while later tiles are multiplied; else they lie at 0.
+template <int F, int Tiles, bool Norm, bool Apart, typename Out>
 DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 memory_at = shared_address(memory);
@@ -189,9 +192,19 @@ DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received
   const u32 granule = rows % 4 ? 1 : 4, granules = rows / granule;
   const u32 begin = granules * in_group / per_group, count = granules * (in_group + 1) / per_group - begin;
   const int first = group * rows + begin * granule, last = first + count * granule;
-  auto row_of_warp = [&](int w) { return first + static_cast<int>(count * w / WARPS * granule); };  // its first
+  // Where blocks do not exchange sums, the rows are as few rounds of 64 as they fit in, of which some warpgroups have one more.
+  constexpr u32 WARPGROUPS = WARPS / 4;
+  const u32 all_rounds = RANKS > 1 ? WARPGROUPS : (count * granule + 63) / 64;
+  auto rounds_before = [&](u32 w) {  // of the warps before warp w, together
+    const u32 i = w / 4, each = all_rounds / WARPGROUPS, more = all_rounds % WARPGROUPS;
+    return 4 * (i * each + min(i, more)) + w % 4 * (each + (i < more));
+  };
+  auto row_of_warp = [&](u32 w) {  // its first
+    return first + static_cast<int>(all_rounds ? count * rounds_before(w) / (4 * all_rounds) * granule : 0);
+  };
   const int own = row_of_warp(warp), end = row_of_warp(warp + 1);
-  const int rounds = ((count + WARPS - 1) / WARPS * granule + 16 * Tiles - 1) / (16 * Tiles);
+  const int rounds = RANKS > 1 ? ((count + WARPS - 1) / WARPS * granule + 16 * Tiles - 1) / (16 * Tiles)
+                               : rounds_before(warp + 1) - rounds_before(warp);
 
   const Slice<F> slice = make_slice<F>(p.k, rank, RANKS);
   const int padded = slice.steps * STEP_K<F>, bytes = slice.end - slice.begin;
@@ -217,8 +230,7 @@ DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received
     barrier_init_done();
   }
 
-  const bool apart = RANKS > 1 && received;
-  if (apart) cluster_arrive();
+  if (Apart) cluster_arrive();
 
   wait_for_previous_kernel();
   const int in_row = F == FP4 ? 2 * slice.begin : F == FP8 ? slice.begin : slice.begin / 2;
@@ -228,21 +240,46 @@ DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received
   copies_wait<STAGES - 1>();  // the scales
   __syncthreads();
 
+  // Sums [rank][slot: warp, tile, row][token of the share] of all blocks, for this block's share of the tokens.
+  constexpr int SLOTS = WARPS * Tiles * 16, KEPT = Apart ? 1 : Tiles;  // tiles whose sums a warp keeps
+  auto meet = [&] {  // until nobody needs what lies where sums will come
+    if (threadIdx.x == 0) barrier_arrive_expecting(barrier, RANKS * SLOTS * SHARE * 4);
+    cluster_wait();
+  };
+  auto send = [&](const Sums& sums, int tile) {
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      const int token = 8 * j + lane % 4 * 2, to = token / SHARE;
+      const int slot = rank * SLOTS + (warp * Tiles + tile) * 16 + lane / 4;
+      const u32 remote = peer_address(memory_at + received + (slot * SHARE + token % SHARE) * 4, to);
+      const u32 its_barrier = peer_address(barrier, to);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        peer_store_async(remote + h * 8 * SHARE * 4, make_float2(sums[j * 4 + h * 2], sums[j * 4 + h * 2 + 1]), its_barrier);
+    }
+  };
+
   const u32 tokens = tokens_at(memory_at);
   Step<F> s = next_step<F>(ring, memory, memory_at);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
     const int row = own + round * Tiles * 16;
-    Sums total[Tiles];
-#pragma unroll
+    Sums kept[KEPT];
+#pragma unroll(KEPT)
     for (int tile = 0; tile < Tiles; ++tile) {
+      Sums& total = kept[tile % KEPT];
       const float *low = table, *high = table;  // scales of the lane's rows
       if (F == FP8) {
         low += (max(first, min(row + tile * 16 + lane / 4, last - 1)) / 128 - row_block) * most;
         high += (max(first, min(row + tile * 16 + lane / 4 + 8, last - 1)) / 128 - row_block) * most;
       }
+      float scale_2[2] = {1.f, 1.f};  // NVFP4: of the lane's rows
+      if (F == FP4)
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) total[tile][i] = 0.f;
+        for (int h = 0; h < 2; ++h)
+          scale_2[h] = __ldg(p.scale_2 + (p.row_scales ? max(0, min(row + tile * 16 + h * 8 + lane / 4, p.n - 1)) : 0));
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) total[i] = 0.f;
       u32 now = tokens;
       u32 a[2][4][4];
       if constexpr (F == FP8) {
@@ -253,7 +290,7 @@ DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received
           settle(sums);
           const float scale[2] = {low[step], high[step]};
 #pragma unroll
-          for (int i = 0; i < N / 2; ++i) total[tile][i] = fmaf(scale[i % 4 / 2], sums[i], total[tile][i]);
+          for (int i = 0; i < N / 2; ++i) total[i] = fmaf(scale[i % 4 / 2], sums[i], total[i]);
         };
         auto begin = [&](Sums& sums) {  // the first half of a step
           decode<F>(s, 0, a[0]);
@@ -268,7 +305,7 @@ DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received
         };
         int step = 0;
 #pragma unroll 1
-        for (; N <= 32 && !Norm && step + 1 < slice.steps; step += 2) {  // the second begins while the first ends
+        for (; N <= 32 && step + 1 < slice.steps; step += 2) {  // the second begins while the first ends
           begin(part[0]);
           complete(part[0]);
           products_wait<1>();
@@ -287,16 +324,16 @@ DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received
           add(part[0], step);
         }
       } else {
-        settle(total[tile]);
+        settle(total);
 #pragma unroll 1
         for (int step = 0; step < slice.steps; ++step) {
 #pragma unroll
           for (int atom = 0; atom < ATOMS_OF<F>; ++atom) {
             if constexpr (F == BF16) {
-              multiply<F>(total[tile], s.codes, now, step);
+              multiply<F>(total, s.codes, now, step);
             } else {
               decode<F>(s, atom, a[atom % 2]);
-              multiply<F>(total[tile], a[atom % 2], now, atom || step);
+              multiply<F>(total, a[atom % 2], now, atom || step);
               products_wait<1>();
             }
             now = tokens_further(now, ATOM_BYTES);
@@ -306,50 +343,32 @@ DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received
           s = next;
         }
         products_wait<0>();
-        settle(total[tile]);
+        settle(total);
       }
-    }
-    if (RANKS > 1 && !apart) cluster_arrive();
-    if (F != BF16) {
+      if (F != BF16)
 #pragma unroll
-      for (int j = 0; j < N / 8; ++j)
+        for (int j = 0; j < N / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float back = inverse[8 * j + lane % 4 * 2 + i] * RAW<F>;
-#pragma unroll
-          for (int tile = 0; tile < Tiles; ++tile) total[tile][j * 4 + i] *= back, total[tile][j * 4 + 2 + i] *= back;
-        }
+          for (int i = 0; i < 2; ++i) {
+            const float back = inverse[8 * j + lane % 4 * 2 + i] * RAW<F>;
+            total[j * 4 + i] *= back * scale_2[0], total[j * 4 + 2 + i] *= back * scale_2[1];
+          }
+      if (Apart) {
+        if (tile == 0) meet();
+        send(total, tile);
+      }
     }
     if (RANKS == 1) {
 #pragma unroll
-      for (int tile = 0; tile < Tiles; ++tile) {
-        const int top = row + tile * 16;
-        if (F == FP4) {
-          const float a = p.scale_2[p.row_scales ? max(0, min(top + lane / 4, p.n - 1)) : 0];
-          const float b = p.scale_2[p.row_scales ? max(0, min(top + lane / 4 + 8, p.n - 1)) : 0];
-#pragma unroll
-          for (int i = 0; i < N / 2; ++i) total[tile][i] *= i % 4 < 2 ? a : b;
-        }
-        store_sums(p, total[tile], top, end);
-      }
+      for (int tile = 0; tile < Tiles; ++tile) store_sums(p, kept[tile], row + tile * 16, end);
       continue;
     }
 
-    // Sums [rank][slot: warp, tile, row][token of the share] of all blocks, for this block's share of the tokens.
-    constexpr int SLOTS = WARPS * Tiles * 16;
-    if (threadIdx.x == 0) barrier_arrive_expecting(barrier, RANKS * SLOTS * SHARE * 4);
-    cluster_wait();  // nobody needs tokens and rings, or the sums of the last round, any more
+    if (!Apart) {
+      cluster_arrive();
+      meet();
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
-      const int token = 8 * j + lane % 4 * 2, to = token / SHARE;
-      const u32 at = memory_at + received + ((rank * SLOTS + warp * Tiles * 16 + lane / 4) * SHARE + token % SHARE) * 4;
-      const u32 remote = peer_address(at, to), its_barrier = peer_address(barrier, to);
-#pragma unroll
-      for (int tile = 0; tile < Tiles; ++tile)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          peer_store_async(remote + (tile * 16 + h * 8) * SHARE * 4,
-                           make_float2(total[tile][j * 4 + h * 2], total[tile][j * 4 + h * 2 + 1]), its_barrier);
+      for (int tile = 0; tile < Tiles; ++tile) send(kept[tile], tile);
     }
     barrier_wait_cluster(barrier, round & 1);
     constexpr int PER = SHARE < 4 ? 2 : 4;  // tokens a thread adds up at a time
@@ -368,13 +387,12 @@ DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received
 #pragma unroll
         for (int c = 0; c < PER; ++c) sum[c] += v[c];
       }
-      const float scale = F == FP4 ? p.scale_2[p.row_scales ? at : 0] : 1.f;
 #pragma unroll
       for (int c = 0; c < PER; ++c)
-        if (rank * SHARE + token + c < p.tokens) store(p.y + static_cast<i64>(rank * SHARE + token + c) * p.n + at, sum[c] * scale);
+        if (rank * SHARE + token + c < p.tokens) store(p.y + static_cast<i64>(rank * SHARE + token + c) * p.n + at, sum[c]);
     }
     __syncwarp();
-    if (apart && round + 1 < rounds) cluster_arrive();
+    if (Apart && round + 1 < rounds) cluster_arrive();
   }
 }
 #endif

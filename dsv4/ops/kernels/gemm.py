@@ -1,4 +1,4 @@
-"""Launches of gemm_linear.cu and gemm_project.cu: linears of 9 to 64 tokens."""
+"""Launches of gemm_linear.cu and gemm_project.cu: linears of up to 64 tokens."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ from dsv4.ops.kernels.stream import (
     steps_of,
 )
 
-TOKENS = 16, 32, 64  # tokens that a kernel multiplies at a time
+TOKENS = 8, 16, 32, 64  # tokens that a kernel multiplies at a time
 STAGES = 8, 6, 4, 3, 2
 MOST_BYTES = SHARED_BYTES - STATIC_BYTES
 MOST_RING = 100 * 1024
 # Tiles whose sums a warp keeps in registers, by warps and tokens at a time.
-MOST_TILES = {8: {16: 4, 32: 3, 64: 3}, 12: {16: 3, 32: 2, 64: 1}}
+MOST_TILES = {8: {8: 4, 16: 4, 32: 3, 64: 3}, 12: {8: 3, 16: 3, 32: 2, 64: 1}}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Plan:
     def defines(self, tail: bool) -> tuple[str, ...]:
         return defines(
             WARPS=self.warps, N=self.tokens, TILES=self.tiles, RANKS=self.ranks, STAGES=self.stages, PIECES=self.pieces,
-            TAIL=int(tail),
+            TAIL=int(tail), APART=int(self.received > 0),
         )  # fmt: skip
 
     @property
@@ -83,7 +83,9 @@ def layout(work: Product, warps: int, ranks: int, parts: int, stages: tuple[int,
     """The plan with the first of `stages` that shared memory has room for; None if there is none, or if a block would have
     no share of K."""
     form, steps = work.form, steps_of(work.form, work.k, ranks)
-    tokens = next(t for t in TOKENS if work.tokens <= t)
+    tokens = next((t for t in TOKENS if work.tokens <= t), None)
+    if tokens is None or tokens < 2 * ranks:  # blocks send each other the sums of two tokens at a time
+        return None
     pieces = next((p for p in (4, 8, 16) if steps * form.step_values <= 256 * p), None)
     if pieces is None or (ranks > 1 and (ranks - 1) * steps >= steps_of(form, work.k)):
         return None
@@ -109,9 +111,10 @@ def clocks(work: Product, plan: Plan) -> float:
     """Rough estimate of a block's duration, to choose among plans as measured on an H200."""
     form, steps = work.form, steps_of(work.form, work.k, plan.ranks)
     rows, tiles = work.rows(plan.parts, 1), ceil(work.rows(plan.parts, plan.warps), 16)
+    all_tiles = tiles * plan.warps if plan.ranks > 1 else ceil(rows, 64) * 4
     weights = rows * steps * (144 if form.number == FP4 else 128) / 25
     decode = 1.4 if form.number == FP4 else 1
-    multiply = tiles * steps * decode * (130 + plan.warps * (40 + 0.75 * plan.tokens))
+    multiply = steps * decode * (tiles * 130 + all_tiles * (40 + 0.75 * plan.tokens))
     x = plan.tokens * steps * form.step_values * 2
     sums = plan.warps * plan.tiles * 16 * plan.tokens * 4 * ceil(tiles, plan.tiles)
     exchange = sums / 25 + ceil(tiles, plan.tiles) * (1000 + 320 * plan.ranks) if plan.ranks > 1 else 0
@@ -122,7 +125,7 @@ def clocks(work: Product, plan: Plan) -> float:
 
 @functools.cache
 def linear_plan(work: Product, sms: int) -> Plan | None:
-    """How to run 9 to 64 tokens; None if their activations leave no room in shared memory."""
+    """How to run up to 64 tokens; None if their activations leave no room in shared memory."""
     plans = []
     for ranks in (1,) if work.norm else (1, 2, 4, 8):  # the norm needs whole rows
         parts = work.groups * max(1, min(work.n, clusters(sms, ranks)) // work.groups)
@@ -165,7 +168,13 @@ def project_plans(tokens: int, n: int, m: int, k: int, sms: int, number: int, ex
                     if None not in pair:
                         plans.append(pair)
                         break
-    return min(plans, key=lambda pair: max(map(clocks, works, pair)), default=None)
+
+    def worth(pair: tuple[Plan, Plan]) -> tuple[bool, float]:
+        """12 warps take less than 8, by 4 to 14 % at Flash widths, but not with several exchanges of sums."""
+        again = any(work.rows(p.parts, p.warps) > 16 * p.tiles for work, p in zip(works, pair, strict=True))
+        return pair[0].warps < 12 or again, max(map(clocks, works, pair))
+
+    return min(plans, key=worth, default=None)
 
 
 def run_project(x: Tensor, weight: Weight, exact: Weight, y: Tensor, z: Tensor) -> bool:
@@ -188,4 +197,9 @@ def project_defines(first: Plan, second: Plan, k: int, number: int, exact: int) 
     """What gemm_project.cu is compiled with."""
     tail = any(k % FORMATS[form].step_values for form in (number, exact))
     shared = replace(first, pieces=max(first.pieces, second.pieces)).defines(tail)
-    return f"FMT={number}", f"EXACT={exact}", *shared, f"EXACT_TILES={second.tiles}"
+    return (
+        f"FMT={number}",
+        f"EXACT={exact}",
+        *shared,
+        *defines(EXACT_TILES=second.tiles, EXACT_APART=int(second.received > 0)),
+    )

@@ -2,9 +2,10 @@
 // work on W, the others on P. See gemm.cuh.
 //
 // Bytes: W and P once. Floor at 4.25 TB/s on an H200 for 4096 -> 1536 in FP8 and 2624 in bf16: 27.8 MB, 6.5 us. Measured there,
-// launches in turn, 16, 32 and 64 tokens: 11.1, 12.1, 18.7 us; with 1024 in bf16 (14.7 MB, 3.5 us): 8.0, 9.3, 14.1 us.
+// launches in turn, 16, 32 and 64 tokens: 10.2, 11.0, 16.0 us; with 1024 in bf16 (14.7 MB, 3.5 us): 7.6, 8.4, 12.0 us. In turn with
+// each other, so that each finds the other's instructions, the two take 0.4 us more, and took 1.5 before tiles were a loop.
 //
-// Defines: FMT and EXACT, the formats of W and of P (0 bf16, 1 FP8, 2 NVFP4), EXACT_TILES (TILES, of P), and see gemm.cuh.
+// Defines: FMT and EXACT, the formats of W and of P (0 bf16, 1 FP8, 2 NVFP4), EXACT_TILES and EXACT_APART (of P), and see gemm.cuh.
 #include "gemm.cuh"
 
 KERNEL __launch_bounds__(THREADS, 1)
@@ -14,11 +15,11 @@ gemm_project(const __nv_bfloat16* x, const u8* codes, const u8* scales, const fl
   let_next_kernel_start();
   const int part = blockIdx.x / RANKS, rank = RANKS > 1 ? cluster_rank() : 0;
   if (part < parts)
-    gemm<FMT, TILES, false>(
+    gemm<FMT, TILES, false, APART>(
         Gemm<__nv_bfloat16>{x, nullptr, codes, scales, scale_2, y, tokens, n, k, 1, stride, row_scales, 0.f}, part, parts, rank,
         received);
   else
-    gemm<EXACT, EXACT_TILES, false>(
+    gemm<EXACT, EXACT_TILES, false, EXACT_APART>(
         Gemm<float>{x, nullptr, exact, exact_scales, exact_scale_2, z, tokens, m, k, 1, stride, exact_row_scales, 0.f},
         part - parts, gridDim.x / RANKS - parts, rank, exact_received);
 }

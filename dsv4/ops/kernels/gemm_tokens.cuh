@@ -1,23 +1,11 @@
 // Tokens of a product, from device memory to the atoms of gemm_multiply.cuh, normalised and scaled as the weights' format needs.
-// Defines: PIECES (of 256 values that a block has of a token), and see gemm_multiply.cuh.
+// Defines: N (8, 16, 32 or 64 tokens), PIECES (of 256 values that a block has of a token).
 #ifndef DSV4_GEMM_TOKENS
 #define DSV4_GEMM_TOKENS
 #include "gemm_multiply.cuh"
 
-// Lanes t = 0..3 of four: w[c] of lane t becomes what w[t] of lane c was.
-DEVICE void transpose4(u32 (&w)[4]) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j & step) continue;
-      const u32 other = __shfl_xor_sync(~0u, upper ? w[j] : w[j + step], step);
-      if (upper) w[j] = other;
-      else w[j + step] = other;
-    }
-  }
-}
+constexpr int ATOM_BYTES = N * 128;
+typedef float Sums[N / 2];
 
 // Put values 8 i .. 8 i + 7 of token m into its atoms, for quantised weights times `scale` in fp16. In 16 (NVFP4: 32) values
 // the order is the one in which a lane's weights are decoded. Whole warps, i being the lane's of 32.

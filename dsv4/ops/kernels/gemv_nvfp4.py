@@ -1,33 +1,32 @@
 """Launches of gemv_nvfp4.cu: NVFP4 linears of one token."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from dsv4.ops.kernels.stream import ALONE, BESIDE, Weight, processors, ready
+from dsv4.ops.kernels.stream import ALONE, BESIDE, Weight, ceil, processors, ready
+from dsv4.ops.kernels.stream import defines as defines_of
 
 WARPS = 8
-UNIT = 4  # rows that a warp multiplies at a time
-STAGES = 6, 5, 4, 3
-STAGE_BYTES = WARPS * UNIT * (512 + 64)
+UNIT, PIECE = 8, 512  # rows and values of a row that a warp multiplies at a time
+STAGES = 3  # steps of a warp's ring; more take bandwidth from the kernel before
+RING_BYTES = STAGES * WARPS * UNIT * (PIECE // 2 + PIECE // 16)
+MOST_UNITS = 128  # of a block, over the warps that split K: their sums stay until the end
 
 
-def activation_bytes(k: int, groups: int) -> int:
-    """Of those that a block needs, which may be of two groups."""
-    return 2 * k * min(groups, 2)
+def split_k(k: int) -> int:
+    """Warps of a block that split rows of `k` values."""
+    return math.gcd(k // PIECE, WARPS)
 
 
-def stages(k: int, groups: int = 1) -> int | None:
-    """Turns that a warp's ring holds beside activations of width `k`; None where there is no room for them."""
-    return next((count for count in STAGES if count * STAGE_BYTES + activation_bytes(k, groups) <= BESIDE), None)
+def shared_bytes(k: int, units: int, groups: int = 1) -> int:
+    """A block's: the ring, sums and row scales of its units, activations of two groups at most."""
+    return RING_BYTES + units * (split_k(k) * 128 + UNIT * 4) + min(groups, 2) * k * 2
 
 
-def defines(k: int, norm: bool, groups: int = 1) -> tuple[str, ...]:
-    return (f"K={k}", f"STAGES={stages(k, groups)}", f"NORM={int(norm)}", f"WARPS={WARPS}", "KW=1", "NT=1", "TAIL=0")
-
-
-def reads(rows: int, k: int, groups: int = 1) -> bool:
-    """Whether the kernel can multiply a weight [rows, k] of so many groups."""
-    return rows % (UNIT * groups) == 0 and k % 1024 == 0 and stages(k, groups) is not None
+def defines(k: int, norm: bool) -> tuple[str, ...]:
+    return defines_of(K=k, KW=split_k(k), STAGES=STAGES, NORM=int(norm), WARPS=WARPS, NT=1, TAIL=0)
 
 
 def split(first: int, second: int, blocks: int) -> int:
@@ -48,20 +47,23 @@ def run(
     """y [1, rows] = x [1, groups * k] W^T, bf16 or float32, and with a second weight (then there are no groups) float32 z.
     False, and nothing done, for sizes that the kernel does not read."""
     k, n, m = x.shape[-1] // groups, y.shape[1], 0 if z is None else z.shape[1]
-    if not n or not reads(n, k, groups) or not reads(m, k):
+    if not n or n % (UNIT * groups) or m % UNIT or k % PIECE:
         return False
-    blocks = processors(x.device.index)
+    blocks = max(processors(x.device.index), groups, ceil((n + m) // UNIT * split_k(k), MOST_UNITS))
     if m:
         parts = split(n // UNIT, m // UNIT, blocks)
     else:
-        parts = blocks = min(n // UNIT, max(blocks, groups))
-    shared = stages(k, groups) * STAGE_BYTES + activation_bytes(k, groups)
+        parts = blocks = min(n // UNIT, blocks)
+    units = max(ceil(n // UNIT, parts), ceil(m // UNIT, max(1, blocks - parts)))
+    shared = shared_bytes(k, units, groups)
+    if shared > BESIDE:
+        return False
     if groups > 1 or m:  # the kernels before these have few blocks; before the others comes one of these
         shared = max(shared, ALONE)
-    launch = ready("gemv_nvfp4.cu", "gemv_nvfp4", *defines(k, norm is not None, groups))
+    launch = ready("gemv_nvfp4.cu", "gemv_nvfp4", *defines(k, norm is not None))
     launch(
         blocks, WARPS * 32, x, norm, *weight, y, n, weight.scale_2.dim(), y.dtype == torch.float32,
-        *(exact or (None, None, None)), z, m, exact.scale_2.dim() if exact else 0, parts, groups, eps,
+        *(exact or (None, None, None)), z, m, exact.scale_2.dim() if exact else 0, parts, groups, units, eps,
         shared=shared, pdl=True,
     )  # fmt: skip
     return True

@@ -11,6 +11,12 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 // The kernel after this one, if launched with programmatic dependence, may start; it still waits before reading results.
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// A warpgroup's share of the registers from here on.
+template <int Count>
+DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count)); }
+template <int Count>
+DEVICE void registers_less() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count)); }
+
 // --- tensor cores: lane = 4 g + t holds of C[16][8] the rows g, g + 8 and the columns 2 t, 2 t + 1 -------------------
 DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

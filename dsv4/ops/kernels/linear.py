@@ -1,4 +1,4 @@
-"""Launches of the linear kernels: gemv_*.cu for few tokens, gemm_*.cu (gemm.py) up to 64, the library's GEMMs for more."""
+"""Launches of the linear kernels: gemv_*.cu for few tokens, gemm_*.cu (gemm.py) up to 128, the library's GEMMs for more."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -28,8 +28,8 @@ from dsv4.ops.kernels.stream import (
     steps_of,
 )
 
-MAX_TOKENS = 64
-FEW = 8  # tokens that product.cuh takes; gemm.cuh takes more
+MAX_TOKENS = 128
+FEW = 8  # tokens that product.cuh takes at most
 WARPS = 8
 STAGES = 6, 5, 4, 3
 SUMS_BYTES = 24 * 1024  # of the warps' sums, where they need not all be kept
@@ -89,6 +89,11 @@ class Work:
             return 1
         wanted = (ranks for ranks in (1, 2, 4) if self.tokens * self.k * 2 <= ranks * ACTIVATION_BYTES)
         return next(wanted, 8)
+
+    @property
+    def few(self) -> int:
+        """Tokens up to which product.cuh takes no longer than gemm.cuh, as measured on an H200."""
+        return 1 if self.norm else 4 if self.form.number == FP8 else FEW
 
     @property
     def leads(self) -> bool:
@@ -200,7 +205,7 @@ def linear(
     eps: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """[..., n] of `dtype` from at most 64 rows x [..., k] or [..., groups, k] and a weight of n rows."""
+    """[..., n] of `dtype` from at most 128 rows x [..., k] or [..., groups, k] and a weight of n rows."""
     n = len(weight.codes)
     rows = strided_rows(x, groups)
     y = torch.empty((len(rows), n), dtype=dtype, device=x.device)
@@ -209,22 +214,27 @@ def linear(
     return y.view(*x.shape[: -1 if groups == 1 else -2], n)
 
 
+def halves(tokens: int) -> tuple[slice, slice]:
+    """Of the tokens of a launch that there is no room for."""
+    half = tokens // 2 if tokens <= FEW else (tokens + 15) // 16 * 8
+    return slice(0, half), slice(half, None)
+
+
 def run_linear(x: Tensor, weight: Weight, y: Tensor, groups: int = 1, norm: Tensor | None = None, eps: float = 0.0) -> None:
     """y [tokens, n] = x [tokens, groups * k] W^T; y bf16 or float32. At most 64 tokens a launch, and half of them where
     they do not fit into shared memory."""
     tokens, n = y.shape
     if tokens == 1 and weight.number == FP4 and gemv_nvfp4.run(x, weight, y, groups=groups, norm=norm, eps=eps):
         return
-    if tokens > FEW and gemm.run_linear(x, weight, y, groups, norm, eps):
-        return
     k = x.shape[-1] // groups
     work = Work(FORMATS[weight.number], tokens, n, k, groups, norm is not None)
+    if tokens > work.few and gemm.run_linear(x, weight, y, groups, norm, eps):
+        return
     plan = linear_plan(work, processors(x.device.index)) if tokens <= FEW else None
     if plan is None:
         if tokens == 1:
             raise ValueError(f"linear: an input width of {k} does not fit in shared memory")
-        half = tokens // 2 if tokens <= FEW else (tokens + 15) // 16 * 8
-        for part in (slice(0, half), slice(half, None)):
+        for part in halves(tokens):
             run_linear(x[part], weight, y[part], groups, norm, eps)
         return
     out = "float" if y.dtype == torch.float32 else "__nv_bfloat16"
@@ -258,7 +268,7 @@ def project_plans(
 
 
 def project(x: Tensor, weight: Weight, exact: Weight) -> tuple[Tensor, Tensor]:
-    """bf16 [..., N] and float32 [..., M] from at most 64 rows x [..., k], and weights of N and of M rows."""
+    """bf16 [..., N] and float32 [..., M] from at most 128 rows x [..., k], and weights of N and of M rows."""
     rows, n, m = strided_rows(x), len(weight.codes), len(exact.codes)
     y = torch.empty((len(rows), n), dtype=torch.bfloat16, device=x.device)
     z = torch.empty((len(rows), m), dtype=torch.float32, device=x.device)
@@ -274,6 +284,10 @@ def run_project(x: Tensor, weight: Weight, exact: Weight, y: Tensor, z: Tensor) 
     if tokens == 1 and forms == (FP4, FP4) and gemv_nvfp4.run(x, weight, y, exact, z):
         return
     if tokens > FEW and n and m and gemm.run_project(x, weight, exact, y, z):
+        return
+    if tokens > gemm.TOKENS[-1]:
+        for part in halves(tokens):
+            run_project(x[part], weight, exact, y[part], z[part])
         return
     plans = None
     if n and m and tokens <= FEW:

@@ -43,9 +43,6 @@ DEVICE void store4(__nv_bfloat16* to, const float (&v)[4]) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
 }
 
-// Keeps the compiler from computing a value anew wherever it is used.
-DEVICE void keep(u32& value) { asm volatile("" : "+r"(value)); }
-
 // --- weights ----------------------------------------------------------------------------------------------------------
 
 // A step of a warp in its registers: 32 bytes of rows lane / 4 and lane / 4 + 8, and their NVFP4 scales.

@@ -68,6 +68,9 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Keeps the compiler from computing a value anew wherever it is used.
+DEVICE void keep(u32& value) { asm volatile("" : "+r"(value)); }
+
 DEVICE void store(float* to, float v) { *to = v; }
 DEVICE void store(__nv_bfloat16* to, float v) { *to = __float2bfloat16(v); }
 
@@ -85,14 +88,21 @@ DEVICE u32 signs_and_rest(u32 signs, u32 rest) {
   return r;
 }
 
-// Eight E2M1 codes -> pairs (0,4) (1,5) (2,6) (3,7) in fp16, times the block's scale, times 2^-14. Logic runs at half the rate
-// of arithmetic, so left shifts, which are multiplications, are preferred.
-DEVICE void decode_fp4(u32 v, __half2 scale, u32 (&out)[4]) {
+// Eight E2M1 codes -> pairs (0,4) (1,5) (2,6) (3,7) in fp16, times 2^-14. Logic runs at half the rate of arithmetic, so left
+// shifts, which are multiplications, are preferred.
+DEVICE void decode_codes(u32 v, u32 (&out)[4]) {
   const u32 even = signs_and_rest(v << 4, v << 1), odd = signs_and_rest(v, v >> 3);
-  out[0] = times((even << 8) & 0x8E008E00u, scale);
-  out[1] = times((odd << 8) & 0x8E008E00u, scale);
-  out[2] = times(even & 0x8E008E00u, scale);
-  out[3] = times(odd & 0x8E008E00u, scale);
+  out[0] = (even << 8) & 0x8E008E00u;
+  out[1] = (odd << 8) & 0x8E008E00u;
+  out[2] = even & 0x8E008E00u;
+  out[3] = odd & 0x8E008E00u;
+}
+
+// The same times the block's scale.
+DEVICE void decode_fp4(u32 v, __half2 scale, u32 (&out)[4]) {
+  decode_codes(v, out);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = times(out[i], scale);
 }
 
 // Two E4M3 scales -> fp16, exact.

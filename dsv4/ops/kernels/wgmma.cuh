@@ -26,10 +26,10 @@ DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int Last>
 DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Last) : "memory"); }
 // Registers that products write: what is read after this is read after them.
-template <int N>
-DEVICE void settle(float (&r)[N]) {
+template <int Count>
+DEVICE void settle(float (&r)[Count]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 // What other threads have stored in shared memory is seen by the products that follow.
 DEVICE void stores_before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -49,11 +49,6 @@ DEVICE u32 block_number() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(r));
   return r;
 }
-
-template <int Count>
-DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count)); }
-template <int Count>
-DEVICE void registers_less() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count)); }
 
 // d = a b^T or d += a b^T for a [64][16], b [N][16]
 DEVICE void multiply_keys(float (&d)[16], u64 a, u64 b, bool add) {
