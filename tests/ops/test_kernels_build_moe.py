@@ -2,9 +2,11 @@
 
 import pytest
 
-from dsv4.ops.kernels.moe import COMBINE, EXPERTS, PREFILL, TOKEN, prefill_bytes
+from dsv4.ops.kernels.limits import SHARED_BYTES
+from dsv4.ops.kernels.moe import COMBINE, EXPERTS, TOKEN
 from dsv4.ops.kernels.moe_plans import WHOLE, experts_plan, token_plan
-from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8
+from dsv4.ops.kernels.moe_prefill import ORDER, PREFILL, order_defines, prefill_bytes, prefill_defines
+from dsv4.ops.kernels.stream import BF16, FP4, FP8
 from tests.ops.test_kernels_build_linear import ARCHITECTURES, assert_fits
 
 pytest.importorskip("cuda.core")
@@ -53,12 +55,18 @@ def test_combine(arch):
 
 
 @arches
-@pytest.mark.parametrize("gated", [0, 1])
-@pytest.mark.parametrize("number", [BF16, FP8, FP4], ids=[form.name for form in FORMATS])
-def test_many_tokens(number, gated, arch):
-    """Two blocks of 256 threads an SM."""
-    assert_fits(PREFILL, arch, (f"FMT={number}", f"GATE_UP={gated}"), 512)
-    assert 2 * (prefill_bytes(number) + 1024) <= 228 * 1024
+@kinds
+@pytest.mark.parametrize("gated", [True, False])
+def test_many_tokens(gated, number, beside, arch):
+    assert_fits(PREFILL, arch, prefill_defines(number, beside, gated), 640)
+    assert prefill_bytes(number) <= SHARED_BYTES
+
+
+@arches
+@kinds
+def test_order_of_many_tokens(number, beside, arch):
+    """Two blocks of 256 threads an SM, or more, prepare activations."""
+    assert_fits(ORDER, arch, order_defines(number, beside), 512)
 
 
 @pytest.mark.parametrize("size", [FLASH, PRO], ids=["Flash", "Pro"])

@@ -1,4 +1,4 @@
-"""Launches of the expert kernels: moe_token.cu for one token, moe_experts.cu for up to 64, moe_prefill.cu for more."""
+"""Launches of the expert kernels: moe_token.cu for one token, moe_experts.cu for up to 64; for more see moe_prefill.py."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.kernels.build import kernel
-from dsv4.ops.kernels.limits import raised
 from dsv4.ops.kernels.moe_plans import MOST_PICKS, ExpertsPlan, TokenPlan, experts_plan, token_plan
+from dsv4.ops.kernels.moe_prefill import prefill
 from dsv4.ops.kernels.stream import BF16, FORMATS, FP4, FP8, Weight, check_weight, processors, ready, rows_of
 
 ENTRIES = 512  # (token, choice) pairs of a decode launch, those of a shared expert among them
 MANY_ENTRIES = 32768  # and of a prefill launch, which keeps a float32 result of each
 DECODE_TOKENS = 64
-TILE = 128  # entries and weight rows of a prefill block
-TOKEN, EXPERTS, PREFILL = "moe_token.cu", "moe_experts.cu", "moe_prefill.cu"
+TOKEN, EXPERTS = "moe_token.cu", "moe_experts.cu"
 # moe_combine uses none of them
 COMBINE = "FMT=0", "WARPS=4", "KW=4", "NT=1", "MT=1", "STAGES=3", "TAIL=0", "SHARED=0"
 
@@ -220,52 +219,19 @@ def _run_several(
         sms, down.warps * 32, h, experts, *call.down, *call.shared_down, out, *sizes, call.inter, hidden, call.count,
         shared=down.bytes, pdl=True,
     )  # fmt: skip
-    _combine(call, out, experts, y, pdl=True)
+    _combine(call, out, experts, y)
 
 
-def _combine(call: Call, out: Tensor, experts: Tensor, y: Tensor, pdl: bool) -> None:
+def _combine(call: Call, out: Tensor, experts: Tensor, y: Tensor) -> None:
     (tokens, hidden), k = y.shape, experts.shape[1]
     grid = -(-hidden // 512), tokens
     kernel(EXPERTS, "moe_combine", *COMBINE)(
-        grid, 128, out, experts, y, tokens, hidden, k, call.count, call.is_rounded, pdl=pdl
+        grid, 128, out, experts, y, tokens, hidden, k, call.count, call.is_rounded, pdl=True
     )
 
 
 def _run_many(call: Call, x: Tensor, experts: Tensor, weights: Tensor, y: Tensor) -> None:
     (tokens, hidden), k = x.shape, experts.shape[1]
     out = torch.empty((tokens * (k + call.is_rounded), hidden), dtype=torch.float32, device=x.device)
-    flat, shares = experts.view(-1), weights.view(-1)
-    if call.shared_last:
-        flat = torch.cat((flat, flat.new_full((tokens,), call.count - 1)))
-        shares = torch.cat((shares, shares.new_ones(tokens)))
-    _prefill(call, call.number, call.gate_up, call.down, x, flat, shares, out, k)
-    if call.shared:
-        none, ones = flat.new_zeros(tokens), shares.new_ones(tokens)
-        _prefill(call, FP8, *call.shared, x, none, ones, out[tokens * k :], 1)
-    _combine(call, out, experts, y, pdl=False)
-
-
-def _prefill(call, number, gate_up, down, x, experts, weights, out, k) -> None:
-    """out [entry, H] of entries (token, choice) with k choices a token, and from entry tokens * k on one more a token."""
-    (tokens, hidden), entries = x.shape, experts.shape[0]
-    count = down.codes.shape[0] if down.codes.dim() == 3 else 1
-    keys, order = torch.sort(torch.where((experts >= 0) & (experts < count), experts, count), stable=True)
-    bounds = torch.searchsorted(keys, torch.arange(count + 1, dtype=keys.dtype, device=x.device))
-    tile_ends = ((bounds.diff() + TILE - 1) // TILE).cumsum(0)
-    most = entries // TILE + min(count, entries)
-    h = torch.empty((entries, call.inter), dtype=x.dtype, device=x.device)
-    shared = prefill_bytes(number)
-    for gated, source, target, stack, width, rows in (
-        (1, x, h, gate_up, hidden, call.inter), (0, h, out, down, call.inter, hidden)
-    ):  # fmt: skip
-        function = raised(kernel(PREFILL, "moe_prefill", f"FMT={number}", f"GATE_UP={gated}"), shared)
-        function(
-            (-(-rows // (TILE // 2 if gated else TILE)), most), 256,
-            source, order, bounds, tile_ends, weights, *stack, target, tokens, k, width, rows, count, call.limit,
-            shared=shared,
-        )  # fmt: skip
-
-
-def prefill_bytes(number: int) -> int:
-    """Of dynamic shared memory in a prefill block: tiles of activations and weights, and weights as they came."""
-    return 5 * TILE * 128 + (TILE * 128 if number != FP8 else 3 * TILE * 64)
+    prefill(call.gate_up, call.down, call.shared, x, experts, weights, out, call.limit)
+    _combine(call, out, experts, y)

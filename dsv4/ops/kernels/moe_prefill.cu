@@ -1,266 +1,388 @@
-// The routed experts of many tokens: entries (token, choice) sorted by expert, 128 of one expert against 128 weight rows in a
-// block, weights decoded to bf16 in shared memory, mma.sync m16n8k16, float32 sums.
+// The experts of many tokens: entries (token, choice) of one expert against its weights, on wgmma (see gemm_multiply.cuh).
 //
-// Work: 6 * I * H operations an entry; Flash, 4096 tokens: 1.24e12, 2 ms at 600 Tflop/s; bytes 3.6 GB of weights, 0.85 ms.
-// Entry tiles come from the sorted entries on the device: `bounds[e]` is where expert e begins in `order`, `tile_ends[e]` the
-// number of 128-entry tiles up to and with expert e. Blocks past the last tile end at once.
+// A block takes tiles of 256 weight rows (of gate_up 128 gate rows and their up rows) and up to 128 entries, one after another;
+// the tiles of one expert come together, so that its weights are read once from memory. Four warpgroups multiply 64 rows each:
+// a warp decodes its weights in registers, while the products of the other three run. A fifth warpgroup copies codes and
+// activations, steps ahead, into STAGES places. moe_prefill_order.cu makes the list of tiles and brings activations into the
+// form in which they are multiplied.
 //
-// FP8 weights have a scale for 128 values along K and 128 rows, which no tile of rows leaves: at a new block the sums are
+// Work: 6 * I * H operations an entry; Flash with 4096 tokens, 6 experts and the shared one: 1.44e12, 2.4 ms at 600 TFLOP/s;
+// bytes: 3.6 GB of NVFP4 weights, 0.85 ms. Measured on an H200, with what moe_prefill_order.cu and moe_combine take:
+//   8192 tokens 6.05 ms (477 TFLOP/s), 4096 2.88 (502), 2048 1.98 (365), 1024 1.59 (226)
+//   512 tokens 1.44 ms (2.5 TB/s), 256 1.36 (2.7), 128 1.26 (2.8), 80 1.08 (2.7), 65 1.03 (2.8)
+// With mma.sync and weights decoded in shared memory it was 8 ms for 4096 tokens and 4.9 for 512; 512 in launches of 64 by
+// moe_experts.cu take 6.4. Of 4096 tokens the two launches here are 1.59 and 0.86 ms. Without decoding they take 0.3 ms less,
+// without stores 0.3, without copies of weights 0.3, of which 0.17 are the scales'; of 512 tokens 0.1, 0.1 and 0.2. Two
+// warpgroups with twice the rows, which decode while their own products run, took 0.2 ms more with 4096 and 0.1 with 512.
+//
+// FP8 weights have a scale for 128 values along K and 128 rows, which no half of a tile leaves: at a new block the sums are
 // brought to its scale, and after the last one to 1.
-// Defines: FMT (0 bf16, 1 FP8, 2 NVFP4), GATE_UP (rows are 64 gate rows and their up rows; h in sorted order) or not (down: out
-// [entry, N] in float32).
-#include <cuda_fp16.h>
-#include "common.cuh"
+// Defines: FMT (0 bf16, 1 FP8, 2 NVFP4), GATE_UP (h in sorted order, in bf16) or not (down: out [entry, rows] in float32), BESIDE
+// (whether there is a shared expert in FP8 beside NVFP4 ones), STAGES.
+#define WARPS 20
+#define KW 1
+#define NT 1
+#define TAIL 0
+#include "gemm_multiply.cuh"
 
-#define BF16 0
-#define FP8 1
-#define FP4 2
-typedef unsigned char u8;
+constexpr int ENTRIES = 128, ROWS = 256, MULTIPLIERS = 512, COPIERS = 128;
+constexpr int TILE_ROWS = GATE_UP ? ROWS / 2 : ROWS;
+constexpr int TABLES = STAGES + 1;  // the copying threads are at most STAGES steps, so as many tiles, ahead
 
-constexpr int M = 128, N = 128, K = 64, THREADS = 256, STAGES = 3;
-constexpr int TILE_BYTES = M * K * 2;
-constexpr float RAW = FMT == FP4 ? 16384.f : 1.f;
+// A step: values of K, in atoms of 64; bytes of a weight row; rows that are copied at a time.
+template <int F> constexpr int ATOMS = F == FP4 ? 2 : 1;
+template <int F> constexpr int VALUES = 64 * ATOMS<F>;
+template <int F> constexpr int ROW_BYTES = F == BF16 ? 128 : 64;
+template <int F> constexpr int COPY_ROWS = COPIERS * 16 / ROW_BYTES<F>;
+constexpr int ATOM = ENTRIES * 128, TOKEN_BYTES = ATOMS<FMT> * ATOM, CODE_BYTES = ROWS * ROW_BYTES<FMT>;
+constexpr int SCALE_BYTES = FMT == FP4 ? ROWS * 8 : FMT == FP8 ? 8 : 0;  // FP8: of two blocks of rows
 
-DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+// A tile for the multiplying threads. factor: to make up for what the entry was multiplied with. last: in gate_up the entry's
+// routing weight, in down the entry, as bits.
+struct Tile {
+  int expert, first, live, row;  // first: its place in the sorted order; row: its first of `rows`
+  float scale_2[2];
+  int unused[2];
+  struct Entry {
+    float factor, last;
+  } entries[ENTRIES];
+};
 
-// 16-byte piece `piece` of row `row` in a tile of 128-byte rows; pieces are permuted so that 8 rows fall on all banks.
-DEVICE u32 at(u32 tile, int row, int piece) { return tile + row * 128 + ((piece ^ (row & 7)) << 4); }
+constexpr int AT_CODES = STAGES * TOKEN_BYTES, AT_SCALES = AT_CODES + STAGES * CODE_BYTES;
+constexpr int AT_TABLES = AT_SCALES + STAGES * SCALE_BYTES, AT_BARRIERS = AT_TABLES + TABLES * sizeof(Tile);
+static_assert(AT_TABLES % 8 == 0 && AT_BARRIERS + STAGES * 16 <= 227 * 1024, "shared memory");
 
-DEVICE void copy16(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+struct Weights {
+  const u8 *codes, *scales;  // [count, rows, or 2 rows, k]
+  const float* scale_2;
+};
+
+struct Product {
+  const u8* x;           // as moe_prepare makes it
+  const float* inverse;  // of the powers of two that entries were multiplied with, in sorted order
+  const int2* order;     // (entry, token), sorted by expert
+  const float* weights;  // of the entries that are a choice; the others have 1
+  Weights experts, shared;
+  void* out;
+  int choice_entries, k, pitch, rows;
+  float limit;
+
+  template <int F> DEVICE int steps() const { return (k + VALUES<F> - 1) / VALUES<F>; }
+  template <int F> DEVICE const Weights& matrices() const { return BESIDE && F == FP8 ? shared : experts; }
+};
+
+DEVICE void copy16_line(u32 to, const u8* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
-DEVICE void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Pending>
-DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory"); }
-
-DEVICE void load_matrices(u32 (&r)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+DEVICE void copy8(u32 to, const u8* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid ? 8 : 0) : "memory");
+}
+DEVICE void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Eight E2M1 codes times a scale -> bf16 in order, times 2^-14, exact (through fp16, see stream.cuh).
-DEVICE uint4 decode_fp4(u32 v, __half2 scale) {
-  const u32 even = ((v << 4) & 0x80808080u) | ((v << 1) & 0x0E0E0E0Eu);
-  const u32 odd = (v & 0x80808080u) | ((v >> 3) & 0x0E0E0E0Eu);
-  u32 out[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 pair = __byte_perm(even, odd, 0x4000 + i * 0x1010) & 0xFF00FF00u;
-    const float2 f = __half22float2(__hmul2(*reinterpret_cast<const __half2*>(&pair), scale));
-    out[i] = pack_bf16(f.x, f.y);
+// Steps of the block go round in STAGES places.
+struct Place {
+  int stage = 0;
+  u32 round = 0;
+  DEVICE void next() {
+    if (++stage == STAGES) stage = 0, ++round;
   }
-  return make_uint4(out[0], out[1], out[2], out[3]);
-}
+};
 
-// Four E4M3 codes -> bf16 in order, exact.
-DEVICE uint2 decode_fp8(u32 v) {
-  u32 low, high;
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(low), "=r"(high) : "r"(v));
-  const float2 a = __half22float2(*reinterpret_cast<__half2*>(&low)), b = __half22float2(*reinterpret_cast<__half2*>(&high));
-  return make_uint2(pack_bf16(a.x, a.y), pack_bf16(b.x, b.y));
-}
+struct Barriers {
+  u32 full, empty;  // addresses of STAGES each
+  DEVICE u32 full_of(const Place& p) const { return full + p.stage * 8; }
+  DEVICE u32 empty_of(const Place& p) const { return empty + p.stage * 8; }
+};
 
-DEVICE __half2 decode_scale(u32 code) {
+// Which weight row comes as row `at` of a tile. Rows of 16 that a warp multiplies are eight gate rows (part 0) and their up rows
+// (part 1), or of down eight even and the odd ones between them: a thread has the sums of two that belong together.
+struct RowOf {
+  int part, row;
+  DEVICE explicit RowOf(int at)
+      : part(GATE_UP ? at / 8 % 2 : 0), row(GATE_UP ? at / 16 * 8 + at % 8 : at / 16 * 16 + at % 8 * 2 + at / 8 % 2) {}
+};
+
+// The thread's number in the block, read where it is asked for: what follows from it is not kept in registers all the time.
+DEVICE u32 thread_number() {
   u32 r;
-  asm("{\n.reg .b16 t;\ncvt.u16.u32 t, %1;\ncvt.rn.f16x2.e4m3x2 %0, t;\n}" : "=r"(r) : "r"(code & 255u));
-  return __low2half2(*reinterpret_cast<__half2*>(&r));
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+  return r;
 }
 
-// x bf16 [*, k]; order int64 and bounds int64 of the entries; codes [count, rows_all, k]; out h bf16 [entries, rows] or float32
-// [entries, rows]. rows: inter or hidden. Entries are a token's `choices` after another's, then one more of each token. Dynamic
-// shared memory: 6 * TILE_BYTES, in FP8 half a tile more.
-KERNEL __launch_bounds__(THREADS, 2)
-moe_prefill(const u8* __restrict__ x, const i64* __restrict__ order, const i64* __restrict__ bounds,
-            const i64* __restrict__ tile_ends, const float* __restrict__ weights, const u8* __restrict__ codes,
-            const u8* __restrict__ scales, const float* __restrict__ scale_2, void* __restrict__ out, int tokens, int choices,
-            int k, int rows, int count, float limit) {
-  extern __shared__ __align__(1024) u8 memory[];
-  const u32 a_tiles = shared_address(memory), b_tiles = a_tiles + STAGES * TILE_BYTES;
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, wm = warp >> 2, wn = warp & 3;
-  const int tile = blockIdx.y;
-  if (tile >= tile_ends[count - 1]) return;
-  int expert = 0;  // the first whose tile_ends is above this tile
-  for (int low = 0, high = count - 1; low < high;) {
-    const int middle = (low + high) / 2;
-    if (tile_ends[middle] > tile) high = middle;
-    else low = middle + 1;
-    expert = high;
+// --- copies -----------------------------------------------------------------------------------------------------------
+
+// One of COPIERS threads: all steps of a tile, weights 16 bytes at a time.
+template <int F>
+DEVICE void copy_tile(const Product& p, u8* memory, Barriers at, Tile& table, int4 tile, int row, Place& place) {
+  constexpr int PIECES = ROW_BYTES<F> / 16, TIMES = ROWS / COPY_ROWS<F>;
+  constexpr int FURTHER = GATE_UP ? COPY_ROWS<F> / 2 : COPY_ROWS<F>;  // a thread's next row
+  const Weights& w = p.matrices<F>();
+  const int thread = thread_number() % COPIERS, lane = thread & 31, live = tile.z;
+  const u32 base = shared_address(memory);
+  const int row_bytes = F == FP4 ? p.k / 2 : F == FP8 ? p.k : 2 * p.k, own = thread / PIECES, piece = thread % PIECES;
+  const i64 expert = BESIDE && F == FP8 ? 0 : tile.x, first_row = expert * (GATE_UP ? 2 * p.rows : p.rows) + row;
+  const RowOf mine(own);
+  const int rows = p.rows - row, after = rows - mine.row;  // rows that there are, of all and after this thread's first
+  int left = row_bytes - piece * 16;                       // bytes of a row
+  const u8* codes = w.codes + (first_row + mine.part * p.rows + mine.row) * row_bytes + piece * 16;
+  const u32 code_at = base + AT_CODES + own * ROW_BYTES<F> + ((piece ^ (PIECES == 4 ? own >> 1 & 3 : own & 7)) << 4);
+  const u8* scales = w.scales;
+  int to_high = 0;  // this thread copies the scales of two rows, or of the last instead
+  if (F == FP4) {
+    const RowOf low(thread), high(thread + COPIERS);
+    const int from = low.part * p.rows + min(low.row, rows - 1);
+    scales += (first_row + from) * (p.k / 16);
+    to_high = (high.part * p.rows + min(high.row, rows - 1) - from) * (p.k / 16);
   }
-  const i64 first = bounds[expert] + (tile - (expert ? tile_ends[expert - 1] : 0)) * M;
-  const int live = static_cast<int>(min(static_cast<i64>(M), bounds[expert + 1] - first));
-  const int live_rows = (live + 15) / 16 * 16;  // rows that are multiplied
-  const int n0 = blockIdx.x * (GATE_UP ? N / 2 : N);
-
-  // Activations: this thread copies pieces tid % 8 of rows tid / 8 + 32 i.
-  const u8* a_rows[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int r = min(tid / 8 + 32 * i, live - 1);
-    const i64 entry = order[first + r], after = static_cast<i64>(tokens) * choices;
-    const i64 row = !GATE_UP ? first + r : entry < after ? entry / choices : entry - after;
-    a_rows[i] = x + row * k * 2 + tid % 8 * 16;
-  }
-  // Weights: this thread decodes half a row, tid % 2 of row tid / 2.
-  const int b_row = tid / 2, half = tid % 2, q = b_row % 32;
-  const int in_part = GATE_UP ? min(n0 + b_row / 32 * 16 + q % 16, rows - 1) : min(n0 + b_row, rows - 1);
-  const i64 weight_row = static_cast<i64>(expert) * (GATE_UP ? 2 * rows : rows) + (GATE_UP && q >= 16 ? rows : 0) + in_part;
-
-  const int chunks = (k + K - 1) / K;
-  auto load_a = [&](int c) {
-    if (c < chunks) {
-      const bool valid = c * K + tid % 8 * 8 < k;
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (tid / 8 + 32 * i < live_rows)
-          copy16(at(a_tiles + c % STAGES * TILE_BYTES, tid / 8 + 32 * i, tid % 8), valid ? a_rows[i] + c * K * 2 : x, valid);
-    }
-  };
-  // Quantised: a thread copies the codes, and NVFP4 scales, that it decodes itself. bf16: straight into the tile.
-  constexpr int OWN = FMT == FP8 ? 32 : 16, HALF_BYTES = FMT == FP4 ? 16 : FMT == FP8 ? 32 : 64;  // of K / 2 values
-  const u8* row_codes = codes + weight_row * k * HALF_BYTES / (K / 2) + half * HALF_BYTES;
-  const u8* row_scales = scales + weight_row * (k / 16);
-  const u32 own = b_tiles + 2 * TILE_BYTES + tid * OWN, own_scales = own - tid * OWN + STAGES * THREADS * OWN + tid * 4;
-  auto load_b = [&](int c) {
-    if (c >= chunks) return;
-    const int stage = c % STAGES;
-    if (FMT == FP4) {
-      copy16(own + stage * THREADS * 16, row_codes + c * (K / 2), true);
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(own_scales + stage * THREADS * 4),
-                   "l"(row_scales + c * (K / 16)) : "memory");
-    } else if (FMT == FP8) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool valid = c * K + half * 32 + i * 16 < k;
-        copy16(own + stage * THREADS * OWN + i * 16, valid ? row_codes + c * K + i * 16 : codes, valid);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool valid = c * K + half * 32 + i * 8 < k;
-        copy16(at(b_tiles + stage * TILE_BYTES, b_row, half * 4 + i), valid ? row_codes + c * K * 2 + i * 16 : codes, valid);
-      }
-    }
-  };
-  auto load_own = [&](u32 from) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-    return v;
-  };
-  auto store_b = [&](int c, int i, uint4 d) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at(b_tiles + (c & 1) * TILE_BYTES, b_row, half * 4 + i)),
-                 "r"(d.x), "r"(d.y), "r"(d.z), "r"(d.w) : "memory");
-  };
-  auto decode_b = [&](int c, bool live) {  // codes in a block whose scale is 0 are zeros
-    if (FMT == FP8) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 v = live ? load_own(own + c % STAGES * THREADS * OWN + i * 16) : make_uint4(0, 0, 0, 0);
-        const uint2 a = decode_fp8(v.x), b = decode_fp8(v.y), e = decode_fp8(v.z), f = decode_fp8(v.w);
-        store_b(c, i * 2, make_uint4(a.x, a.y, b.x, b.y));
-        store_b(c, i * 2 + 1, make_uint4(e.x, e.y, f.x, f.y));
-      }
-    }
-    if (FMT != FP4) return;
-    u32 two;
-    const uint4 v = load_own(own + c % STAGES * THREADS * OWN);
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(two) : "r"(own_scales + c % STAGES * THREADS * 4) : "memory");
-    two >>= half * 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      store_b(c, i, decode_fp4(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w, decode_scale(two >> (i / 2 * 8))));
-  };
-
-  // FP8: the scales of the blocks of gate and of up rows, or of the tile's rows.
-  const float* block_scales = reinterpret_cast<const float*>(scales);
-  const int row_blocks = (rows + 127) / 128, scale_columns = (k + 127) / 128;
-  if (FMT == FP8) block_scales += (static_cast<i64>(expert) * row_blocks * (GATE_UP ? 2 : 1) + n0 / 128) * scale_columns;
-  float scale[2] = {1.f, 1.f};
-
-  float acc[4][4][4] = {};
-  const int live_tiles = max(0, min(4, (live - wm * 64 + 15) / 16));
-  for (int c = 0; c < STAGES - 1; ++c) load_a(c), load_b(c), copies_end();
-  for (int c = 0; c < chunks; ++c) {
-    copies_wait<STAGES - 2>();
-    float now[2] = {1.f, 1.f};
-    if (FMT == FP8) {
-      now[0] = __ldg(block_scales + c * K / 128);
-      now[1] = GATE_UP ? __ldg(block_scales + row_blocks * scale_columns + c * K / 128) : now[0];
-    }
-    decode_b(c, (GATE_UP && q >= 16 ? now[1] : now[0]) != 0.f);
-    __syncthreads();
-    load_a(c + STAGES - 1), load_b(c + STAGES - 1), copies_end();
-    if (live_tiles == 0) continue;
-    if (FMT == FP8 && c * K % 128 == 0) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float before = c ? scale[h] : now[h];
-        if (now[h] != 0.f) scale[h] = now[h];
-        const float change = before / scale[h];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int j = h * 2; j < h * 2 + 2; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) acc[i][j][e] *= change;
-      }
-    }
-    const u32 at_a = a_tiles + c % STAGES * TILE_BYTES, at_b = b_tiles + (FMT != BF16 ? c & 1 : c % STAGES) * TILE_BYTES;
-#pragma unroll
-    for (int s = 0; s < K / 16; ++s) {
-      u32 b[2][4];
-#pragma unroll
-      for (int j = 0; j < 2; ++j)  // rows 16 j .. of the warp's 32: matrices (rows 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), ...
-        load_matrices(b[j], at(at_b, wn * 32 + j * 16 + (lane >> 4) * 8 + (lane & 7), s * 2 + (lane >> 3 & 1)));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i >= live_tiles) break;
-        u32 a[4];
-        load_matrices(a, at(at_a, wm * 64 + i * 16 + (lane & 15), s * 2 + (lane >> 4)));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) mma(acc[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-      }
-    }
+  if (F == FP8 && thread < 2) {
+    const int blocks = (p.rows + 127) / 128, block = GATE_UP ? thread * blocks : min(thread, blocks - 1 - row / 128);
+    scales += ((expert * (GATE_UP ? 2 * blocks : blocks) + row / 128 + block) * ((p.k + 127) / 128)) * 4;
   }
 
+#pragma unroll 1
+  for (int step = 0; step < p.steps<F>(); ++step) {
+    if (place.round) barrier_wait(at.empty_of(place), (place.round - 1) & 1);
+    if (step == 0) {
+      if (thread < live) {
+        const int entry = p.order[tile.y + thread].x;
+        const float weight = GATE_UP && entry < p.choice_entries ? p.weights[entry] : 1.f;
+        table.entries[thread] = {p.inverse[tile.y + thread] * RAW<F>, GATE_UP ? weight : __int_as_float(entry)};
+      }
+      if (thread == 0) {
+        table.expert = tile.x, table.first = tile.y, table.live = live, table.row = row;
+        if (F == FP4) table.scale_2[0] = w.scale_2[GATE_UP ? 2 * tile.x : tile.x];
+        if (F == FP4) table.scale_2[1] = w.scale_2[GATE_UP ? 2 * tile.x + 1 : tile.x];
+      }
+    }
+    const u32 full = at.full_of(place);
+    __syncwarp();
+    if (lane == 0) {  // the table is there
+      if (thread == 0) {
+        barrier_arrive_expecting(full, live * VALUES<F> * 2);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      const int r = wm * 64 + i * 16 + p * 8 + (lane >> 2);
-      if (r >= live) continue;
-      const i64 entry = order[first + r];
-      if (GATE_UP) {
-        const float weight = weights[entry];
-        const float gate_scale = RAW * (FMT == FP4 ? scale_2[expert * 2] : scale[0]);
-        const float up_scale = RAW * (FMT == FP4 ? scale_2[expert * 2 + 1] : scale[1]);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int column = n0 + wn * 16 + j * 8 + (lane & 3) * 2;
-          float h[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float gate = fminf(acc[i][j][p * 2 + e] * gate_scale, limit);
-            const float up = fminf(fmaxf(acc[i][j + 2][p * 2 + e] * up_scale, -limit), limit);
-            h[e] = gate / (1.f + __expf(-gate)) * up * weight;
-          }
-          if (column < rows) reinterpret_cast<u32*>(out)[((first + r) * rows + column) / 2] = pack_bf16(h[0], h[1]);
-        }
+        for (int atom = 0; atom < ATOMS<F>; ++atom)
+          copy_bulk(base + place.stage * TOKEN_BYTES + atom * ATOM,
+                    p.x + static_cast<i64>(tile.y) * p.pitch * 2 + (step * ATOMS<F> + atom) * live * 128, live * 128, full);
       } else {
-        const float last_scale = RAW * (FMT == FP4 ? scale_2[expert] : scale[0]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int column = n0 + wn * 32 + j * 8 + (lane & 3) * 2;
-          if (column < rows)
-            reinterpret_cast<float2*>(out)[(entry * rows + column) / 2] =
-                make_float2(acc[i][j][p * 2] * last_scale, acc[i][j][p * 2 + 1] * last_scale);
-        }
+        barrier_arrive(full);
       }
     }
+    const u32 to = code_at + place.stage * CODE_BYTES;
+    const u8* from = codes;
+#pragma unroll
+    for (int i = 0; i < TIMES; ++i) {
+      copy16_line(to + i * COPY_ROWS<F> * ROW_BYTES<F>, from, left > 0 && i * FURTHER < after);
+      from += FURTHER * row_bytes;
+    }
+    codes += ROW_BYTES<F>, left -= ROW_BYTES<F>;
+    if (F == FP4) {
+      const u32 scale_to = base + AT_SCALES + place.stage * SCALE_BYTES + thread * 8;
+      if (p.k % 128 == 0) {
+        copy8(scale_to, scales, true);
+        copy8(scale_to + COPIERS * 8, scales + to_high, true);
+      } else {
+        const bool second = step * 8 + 4 < p.k / 16;
+        copy4(scale_to, scales, true);
+        copy4(scale_to + 4, scales + 4, second);
+        copy4(scale_to + COPIERS * 8, scales + to_high, true);
+        copy4(scale_to + COPIERS * 8 + 4, scales + to_high + 4, second);
+      }
+      scales += 8;
+    }
+    if (F == FP8 && thread < 2) copy4(base + AT_SCALES + place.stage * SCALE_BYTES + thread * 4, scales + step / 2 * 4, true);
+    barrier_arrive_after_copies(full);
+    place.next();
+  }
+}
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+// One atom's weights of the warp's 16 rows, as they are multiplied. `codes`: address of the rows' bytes in this step; scales: of
+// NVFP4, the lane's first row's; `live`: FP8 codes in a block whose scale is 0 are zeros, of rows lane / 4 and + 8.
+template <int F>
+DEVICE void decode_atom(u32 codes, const u8* scales, int lane, int atom, const bool (&live)[2], u32 (&a)[4][4]) {
+  const int row = lane % 16;
+  codes += row * ROW_BYTES<F>;
+  if constexpr (F == FP4) {
+    u32 v[4];
+    load_matrices(v, codes + ((atom * 2 + lane / 16) ^ (row >> 1 & 3)) * 16);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u32 four = *reinterpret_cast<const u32*>(scales + h * 64 + atom * 4);
+      const __half2 two = decode_scales(__byte_perm(four, 0, lane & 2 ? 0x31 : 0x20));
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        u32 w[4];
+        decode_fp4(v[q * 2 + h], q ? __high2half2(two) : __low2half2(two), w);
+        a[2 * q][h] = w[0], a[2 * q][2 + h] = w[1], a[2 * q + 1][h] = w[2], a[2 * q + 1][2 + h] = w[3];
+      }
+    }
+  } else if constexpr (F == FP8) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      u32 v[4];
+      load_matrices(v, codes + ((2 * i + lane / 16) ^ (row >> 1 & 3)) * 16);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        decode_fp8(live[j % 2] ? v[j] : 0, a[2 * i + j / 2][j % 2], a[2 * i + j / 2][2 + j % 2]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_matrices(a[i], codes + ((2 * i + lane / 16) ^ (row & 7)) * 16);
+  }
+}
+
+DEVICE float gated(float gate, float up, float limit) {
+  gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
+  return gate * fast_reciprocal(1.f + __expf(-gate)) * up;
+}
+
+// Not branches, which the compiler would make of a condition.
+DEVICE void store_if(bool stored, __nv_bfloat16* to, float v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.global.b16 [%0], %1;\n}"
+               ::"l"(to), "h"(__bfloat16_as_ushort(__float2bfloat16(v))), "r"(static_cast<int>(stored)) : "memory");
+}
+DEVICE void store_if(bool stored, float* to, float v, float w) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}"
+               ::"l"(to), "f"(v), "f"(w), "r"(static_cast<int>(stored)) : "memory");
+}
+DEVICE void arrive_if(u32 barrier, bool arrives) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}"
+               ::"r"(barrier), "r"(static_cast<int>(arrives)) : "memory");
+}
+
+// Sums to what is stored. scale: of the thread's two rows.
+template <int Count>
+DEVICE void store_tile(const Product& p, const Tile& tile, const float (&sums)[Count], const float (&scale)[2], int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3, row = tile.row + (GATE_UP ? warp * 8 + g : warp * 16 + 2 * g);
+  const int live = row < p.rows ? tile.live : 0;
+#pragma unroll
+  for (int j = 0; j < Count / 4; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = 8 * j + 2 * t + e;
+      const Tile::Entry entry = tile.entries[column];
+      const float first = sums[j * 4 + e] * (entry.factor * scale[0]), second = sums[j * 4 + 2 + e] * (entry.factor * scale[1]);
+      if (GATE_UP)
+        store_if(column < live, static_cast<__nv_bfloat16*>(p.out) + static_cast<i64>(tile.first + column) * p.rows + row,
+                 gated(first, second, p.limit) * entry.last);
+      else
+        store_if(column < live, static_cast<float*>(p.out) + static_cast<i64>(__float_as_int(entry.last)) * p.rows + row, first,
+                 second);
+    }
+}
+
+// The whole of a tile of up to N entries, whose first step has come.
+template <int F, int N>
+DEVICE void multiply_tile(const Product& p, u8* memory, Barriers at, const Tile& tile, Place& place) {
+  const int thread = thread_number(), lane = thread & 31, warp = thread / 32, steps = p.steps<F>();
+  const u32 base = shared_address(memory);
+  float sums[N / 2], scale[2] = {1.f, 1.f};
+  u32 a[4][4];
+  // FP8: of the thread's two rows.
+  auto block_scale = [&](int i) {
+    return reinterpret_cast<const float*>(memory + AT_SCALES + place.stage * SCALE_BYTES)[GATE_UP ? i : warp / 8];
+  };
+  auto decode = [&](int atom) {
+    const u8* scales = memory + AT_SCALES + place.stage * SCALE_BYTES + (warp * 16 + lane / 4) * 8;
+    const bool live[2] = {F != FP8 || block_scale(0) != 0.f, F != FP8 || block_scale(1) != 0.f};
+    decode_atom<F>(base + AT_CODES + place.stage * CODE_BYTES + warp * 16 * ROW_BYTES<F>, scales, lane, atom, live, a);
+  };
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) sums[i] = 0.f;
+  decode(0);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const u32 tokens = tokens_at(base + place.stage * TOKEN_BYTES), empty = at.empty_of(place);
+    if (F == FP8 && step % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float now = block_scale(i), change = scale[i] / now;
+        if (step == 0 || now != 0.f) scale[i] = now;
+        if (step > 0 && now != 0.f)
+#pragma unroll
+          for (int j = 0; j < N / 8; ++j) sums[j * 4 + i * 2] *= change, sums[j * 4 + i * 2 + 1] *= change;
+      }
+    }
+    settle(sums);
+#pragma unroll (WGMMA ? 2 : 1)
+    for (int atom = 0; atom < ATOMS<F>; ++atom) {
+      settle(a);
+      products_begin();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) multiply16<F>(sums, a[i], tokens_further(tokens, atom * ATOM + i * 32), 1);
+      products_end();
+      products_wait<0>();
+      if (atom + 1 < ATOMS<F>) decode(atom + 1);
+    }
+    settle(sums);
+    arrive_if(empty, lane == 0);
+    place.next();
+    if (step + 1 < steps) barrier_wait(at.full_of(place), place.round & 1);
+    decode(0);  // after the last step: of no use
+  }
+  if (F == FP4) scale[0] = tile.scale_2[0], scale[1] = tile.scale_2[1];
+  store_tile(p, tile, sums, scale, warp, lane);
+}
+
+template <int F>
+DEVICE void multiply_tile(const Product& p, u8* memory, Barriers at, const Tile& tile, Place& place) {
+  switch ((tile.live + 15) / 16) {
+    case 1: return multiply_tile<F, 16>(p, memory, at, tile, place);
+    case 2: return multiply_tile<F, 32>(p, memory, at, tile, place);
+    case 3: return multiply_tile<F, 48>(p, memory, at, tile, place);
+    case 4: return multiply_tile<F, 64>(p, memory, at, tile, place);
+    case 5: return multiply_tile<F, 80>(p, memory, at, tile, place);
+    case 6: return multiply_tile<F, 96>(p, memory, at, tile, place);
+    case 7: return multiply_tile<F, 112>(p, memory, at, tile, place);
+    default: return multiply_tile<F, 128>(p, memory, at, tile, place);
+  }
+}
+
+// Dynamic shared memory: AT_BARRIERS + 16 * STAGES. Tiles of expert `count` are the shared one's.
+KERNEL __launch_bounds__(THREADS, 1)
+moe_prefill(const u8* x, const float* inverse, const int2* order, const int4* tiles, const int* tile_count, const float* weights,
+            const u8* codes, const u8* scales, const float* scale_2, const u8* shared_codes, const u8* shared_scales, void* out,
+            int choice_entries, int count, int k, int pitch, int rows, float limit) {
+  extern __shared__ __align__(1024) u8 memory[];
+  let_next_kernel_start();
+  const Product p{x, inverse, order, weights, {codes, scales, scale_2}, {shared_codes, shared_scales, nullptr}, out,
+                  choice_entries, k, pitch, rows, limit};
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const Barriers at{shared_address(memory + AT_BARRIERS), shared_address(memory + AT_BARRIERS + STAGES * 8)};
+  Tile* const tables = reinterpret_cast<Tile*>(memory + AT_TABLES);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s)
+      barrier_init(at.full + s * 8, COPIERS + COPIERS / 32), barrier_init(at.empty + s * 8, MULTIPLIERS / 32);
+    barrier_init_done();
+  }
+  __syncthreads();
+  wait_for_previous_kernel();
+
+  const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, works = *tile_count * row_tiles;
+  Place place;
+  int table = 0;
+  if (warp >= MULTIPLIERS / 32) {
+    registers_less<32>();
+    for (int work = blockIdx.x; work < works; work += gridDim.x) {
+      const int4 tile = tiles[work / row_tiles];
+      const int row = work % row_tiles * TILE_ROWS;
+      if (BESIDE && tile.x == count) copy_tile<FP8>(p, memory, at, tables[table], tile, row, place);
+      else copy_tile<FMT>(p, memory, at, tables[table], tile, row, place);
+      if (++table == TABLES) table = 0;
+    }
+    wait_for_copies();
+  } else {
+    registers_more<112>();
+    for (int work = blockIdx.x; work < works; work += gridDim.x) {
+      barrier_wait(at.full_of(place), place.round & 1);
+      const Tile& tile = tables[table];
+      if (BESIDE && tile.expert == count) multiply_tile<FP8>(p, memory, at, tile, place);
+      else multiply_tile<FMT>(p, memory, at, tile, place);
+      if (++table == TABLES) table = 0;
+    }
+  }
 }
