@@ -135,7 +135,7 @@ def test_absent_experts_and_idle_tokens(tokens, shape, weights_of):
     """-1 is none, and a token without experts gives zeros whatever its x is; with a shared expert, what that gives."""
     stack, widths = weights_of("moe_nvfp4", shape), shape[1:3]
     x, (picks, weights) = activations(tokens, widths[0]), routed(tokens, 16, 4, none=0.5)
-    picks[0, 1] = 3
+    picks[0] = torch.tensor([-1, 3, -1, -1])
     check("moe_nvfp4", x, picks, weights, stack)
     check("moe_nvfp4", x, torch.full_like(picks, -1), weights, stack, 7.0, *shared_fp8(*widths))
     x[-1], picks[-1] = torch.nan, -1
