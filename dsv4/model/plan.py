@@ -15,7 +15,7 @@ from torch import nn
 
 from dsv4.model.cache import LONG_CONTEXT, Cache, LayerCache, choose_formats, index_key, kv_row
 from dsv4.model.config import CSA, ModelConfig
-from dsv4.ops.index_topk import FEW, LOCAL
+from dsv4.ops.index_topk import FEW, local_blocks
 
 GIB = 2**30
 MAX_GPUS = 1  # that an engine spreads a model over today; beyond it a plan is of the tensor-parallel layout to come
@@ -129,7 +129,7 @@ def check_gpus(config: ModelConfig, gpus: int) -> None:
 def score_bytes(config: ModelConfig, tokens: int, context: int) -> int:
     """Of the index scores that leave the chip: those of a few tokens with long contexts (see ops.index_topk)."""
     blocks = context // config.csa_rate if CSA in config.layer_types else 0
-    return 4 * tokens * blocks if tokens <= FEW and blocks > LOCAL else 0
+    return 4 * tokens * blocks if tokens <= FEW and blocks > local_blocks(tokens) else 0
 
 
 def working_bytes(config: ModelConfig, sizes: Sizes) -> int:

@@ -97,10 +97,15 @@ def check_widths(heads: int, dim: int) -> None:
     require(what, heads <= 64, f"{heads} heads, the kernel takes at most 64")
 
 
+def local_blocks(tokens: int) -> int:
+    """Visible blocks of each of so many tokens up to which no score leaves the chip."""
+    return LOCAL[tokens > 1]
+
+
 def shape_for(tokens: int, heads: int, dim: int, format: str, capacity: int, topk: int) -> Shape:
     """The division for up to FEW tokens; ValueError if the kernels cannot take these widths."""
     check_widths(heads, dim)
-    wanted, local = 16 if tokens == 1 else 8 if tokens <= 16 else 4, LOCAL[tokens > 1]
+    wanted, local = 16 if tokens == 1 else 8 if tokens <= 16 else 4, local_blocks(tokens)
     for cluster in (wanted, *(n for n in (8, 4, 2) if n < wanted)):
         threads = 512 if tokens <= 8 else 256
         shape = Shape(heads, dim, format, topk, cluster, capacity, min(local, capacity), threads)

@@ -20,7 +20,7 @@
 // The sends of 2 and 3 complete on a barrier of the receiver, which costs half of what a barrier of the cluster does.
 //
 // Defines: N streams, H hidden, HEAD (no coefficients but pre; the streams are not written), POST (0: the streams are mixed
-// already), Y_FLOAT, CLUSTER, HELD, TT.
+// already), Y_FLOAT, CLUSTER, HELD, TT, HOLD (the next kernel starts when the one before has ended).
 #include "hyper_connection.cuh"
 
 constexpr int WARPS = 16, THREADS = WARPS * 32;
@@ -81,7 +81,7 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   __shared__ Shared shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank();
   const i64 token0 = static_cast<i64>(blockIdx.x / CLUSTER) * TT;
-  let_next_kernel_start();
+  if (!HOLD) let_next_kernel_start();
 
   const int column_group = warp % COLUMN_GROUPS, first_row = warp / COLUMN_GROUPS * RPW;
   float4 kept[KEPT > 0 ? KEPT : 1];
@@ -111,6 +111,7 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   for (int i = threadIdx.x; i < TT * (CHUNKS * 128 - COLUMNS); i += THREADS)
     mixed[i % TT][COLUMNS + i / TT] = 0;
   wait_for_previous_kernel();
+  if (HOLD) let_next_kernel_start();
 
   {
     // All that the kernel before wrote is on its way at once: what a thread mixes to itself, the coefficients to all.

@@ -74,30 +74,13 @@ struct Order {
 };
 
 // The warp that asks for weights.
-// Ask for the codes of some rows of a matrix to come to the L2.
-template <int F, bool Up>
-DEVICE void prefetch_rows(const Matrix& matrix, i64 row, int rows) {
-  const u8* from = matrix.codes + row * Rows<F, Up>::ROW;
-  const u32 bytes = rows * Rows<F, Up>::ROW;
-#pragma unroll 1
-  for (u32 at = 0; at < bytes; at += 16384) prefetch_to_l2(from + at, min(bytes - at, 16384u));
-}
-
 DEVICE void feed(const Token& p, u8* memory, Shared& shared) {
   const bool first = (threadIdx.x & 31) == 0;
   Feeder feeder{shared.ring, shared_address(memory)};
   const Order known(p, 0);
   const i64 last = BESIDE ? 0 : p.count - 1;
   const Matrix &shared_up = BESIDE ? p.shared_up : p.up, &shared_down = BESIDE ? p.shared_down : p.down;
-  Range now = known.up, later = known.up;
-  now.last = later.first = min(now.last, now.first + STAGES * Rows<SHARED_FORMAT, true>::GROUP);
-  if (first && known.shared) {
-    feeder.ask<SHARED_FORMAT, true>(shared_up, last, now);
-    prefetch_rows<SHARED_FORMAT, true>(shared_up, last * 2 * I + later.first, later.size());
-    prefetch_rows<SHARED_FORMAT, true>(shared_up, last * 2 * I + I + later.first, later.size());
-    prefetch_rows<SHARED_FORMAT, false>(shared_down, last * H + known.down.first * 2, known.down.size() * 2);
-    feeder.ask<SHARED_FORMAT, true>(shared_up, last, later);
-  }
+  if (first && known.shared) feeder.ask<SHARED_FORMAT, true>(shared_up, last, known.up);
   __syncwarp();
   wait_for_previous_kernel();
   pick_experts(p.routing, shared.routing);
