@@ -108,6 +108,11 @@ def test_shared_expert(name, shared, shape, tokens, weights_of):
     check(name, activations(tokens, hidden), *picks, weights_of(name, shape), 7.0, *more)
 
 
+@pytest.mark.parametrize("hidden, inter", [(9216, 1024), (1024, 9216)])
+def test_rows_of_more_than_64_blocks(hidden, inter):
+    check("moe_fp8", activations(1, hidden), *routed(1, 3, 2), stacks("moe_fp8", 3, hidden, inter))
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 70, 200])
 @pytest.mark.parametrize("inter", [72, 136])
 def test_widths_that_fill_no_step(tokens, inter):

@@ -194,7 +194,7 @@ DEVICE float stage_row(const uint4* from, uint4* to) {
 
 // --- multiplying ------------------------------------------------------------------------------------------------------
 
-// The scales of a row's FP8 blocks: lane l has number l, and number l + 32.
+// The scales of a row's FP8 blocks: lane l has number l, l + 32, ...
 template <int K>
 struct BlockScales {
   float scales[(K / 128 + 31) / 32];
@@ -204,7 +204,9 @@ struct BlockScales {
     for (int i = 0; i < (K / 128 + 31) / 32; ++i) scales[i] = load_now(from + min(i * 32 + lane, K / 128 - 1));
   }
   DEVICE float of_turn(int i) const {
-    const float scale = K > 4096 && i >= 4 ? scales[(K / 128 + 31) / 32 - 1] : scales[0];
+    float scale = scales[0];
+#pragma unroll
+    for (int j = 1; j < (K / 128 + 31) / 32; ++j) scale = i >= j * 4 ? scales[j] : scale;
     return __shfl_sync(~0u, scale, i % 4 * 8 + (threadIdx.x & 31) / 4);
   }
 };
