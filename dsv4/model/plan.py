@@ -137,14 +137,15 @@ def working_bytes(config: ModelConfig, sizes: Sizes) -> int:
     decode step, and the intermediate results of the largest step; all steps share their memory.
 
     Of a prefill chunk that is what one layer makes: streams before and after, queries as projected and as attended with,
-    attention's result and what follows it, each picked expert's result in float32, and its attention weights in bf16."""
+    attention's result and what follows it, of each picked expert its input, its intermediate values twice and its result in
+    float32, and its attention weights in bf16."""
     item, hidden = sizes.dtype.itemsize, config.hidden_size
     heads = config.num_attention_heads * config.head_dim
     index = config.index_n_heads * config.index_head_dim if CSA in config.layer_types else 0
     low = config.o_groups * config.o_lora_rank
     streams = 2 * (config.hc_mult + 1) * hidden
     attention = 2 * (heads + index) + heads + low + 2 * hidden
-    experts = (config.num_experts_per_tok + 1) * (4 * hidden + item * config.moe_intermediate_size)
+    experts = (config.num_experts_per_tok + 1) * ((4 + item) * hidden + 2 * item * config.moe_intermediate_size)
     weights = (heads + index) * config.q_lora_rank + heads * low // config.o_groups + low * hidden
     chunk = LAYERS_HELD * sizes.chunk * ((streams + attention) * item + experts) + weights * item
     chunk += score_bytes(config, sizes.chunk, sizes.context)
