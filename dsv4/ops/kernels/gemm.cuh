@@ -23,18 +23,6 @@ constexpr int SHARE = N / RANKS;                           // tokens whose sums 
 static_assert(SHARE >= 2, "sums are sent two at a time");
 constexpr int EARLY = 2;                                   // steps copied before the tokens, which have to wait for them
 
-template <typename Out>
-struct Gemm {
-  const __nv_bfloat16* x;  // [tokens, stride], of which groups * k are used
-  const float* norm;       // [k] or null: RMSNorm of x
-  const u8* codes;
-  const u8* scales;
-  const float* scale_2;  // NVFP4: one, or with row_scales one a row
-  Out* y;                // [tokens, n]
-  int tokens, n, k, groups, stride, row_scales;
-  float eps;
-};
-
 // --- weights ----------------------------------------------------------------------------------------------------------
 
 // A warp's ring over its rows, 16 at a time, and the steps of its block. Chunk c of 16 bytes of row r lies at c ^ (r % 8).
@@ -157,7 +145,7 @@ DEVICE void multiply(Sums& sums, const u32 (&a)[4][4], u32 tokens, int add) {
 // The lane's sums of rows row + lane / 4 and + 8, of which those below `last` exist, to y. Two lanes of neighbouring rows
 // exchange, so that each has both rows of a token.
 template <typename Out>
-DEVICE void store_sums(const Gemm<Out>& p, const Sums& sums, int row, int last) {
+DEVICE void store_sums(const Linear<Out>& p, const Sums& sums, int row, int last) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, odd = g & 1;
   row += g & ~1;
 #pragma unroll
@@ -184,7 +172,7 @@ DEVICE void store_sums(const Gemm<Out>& p, const Sums& sums, int row, int last) 
 // Part `part` of `parts`; all blocks of a cluster have the same part. Apart: the `received` sums have room of their own, and are
 // sent while later tiles are multiplied; else they lie at 0.
 template <int F, int Tiles, bool Norm, bool Apart, typename Out>
-DEVICE void gemm(const Gemm<Out>& p, int part, int parts, int rank, int received) {
+DEVICE void gemm(const Linear<Out>& p, int part, int parts, int rank, int received) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 memory_at = shared_address(memory);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;

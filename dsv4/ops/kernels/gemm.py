@@ -69,7 +69,7 @@ class Product:
 
     @property
     def tail(self) -> bool:
-        """Whether rows do not fill steps of 128 bytes."""
+        """Whether rows do not fill steps of 128 bytes; NVFP4 scales come in pieces of 16 bytes, for 256 values."""
         return self.k % self.form.step_values != 0
 
     def rows(self, parts: int, of: int) -> int:

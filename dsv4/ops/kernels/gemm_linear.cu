@@ -26,6 +26,6 @@ KERNEL __launch_bounds__(THREADS, 1)
 gemm_linear(const __nv_bfloat16* x, const float* norm, const u8* codes, const u8* scales, const float* scale_2, OUT* y, int tokens,
             int n, int k, int groups, int stride, int row_scales, float eps, int received) {
   let_next_kernel_start();
-  gemm<FMT, TILES, NORM, APART>(Gemm<OUT>{x, norm, codes, scales, scale_2, y, tokens, n, k, groups, stride, row_scales, eps},
+  gemm<FMT, TILES, NORM, APART>(Linear<OUT>{x, norm, codes, scales, scale_2, y, tokens, n, k, groups, stride, row_scales, eps},
                          blockIdx.x / RANKS, gridDim.x / RANKS, RANKS > 1 ? cluster_rank() : 0, received);
 }

@@ -16,10 +16,10 @@ gemm_project(const __nv_bfloat16* x, const u8* codes, const u8* scales, const fl
   const int part = blockIdx.x / RANKS, rank = RANKS > 1 ? cluster_rank() : 0;
   if (part < parts)
     gemm<FMT, TILES, false, APART>(
-        Gemm<__nv_bfloat16>{x, nullptr, codes, scales, scale_2, y, tokens, n, k, 1, stride, row_scales, 0.f}, part, parts, rank,
+        Linear<__nv_bfloat16>{x, nullptr, codes, scales, scale_2, y, tokens, n, k, 1, stride, row_scales, 0.f}, part, parts, rank,
         received);
   else
     gemm<EXACT, EXACT_TILES, false, EXACT_APART>(
-        Gemm<float>{x, nullptr, exact, exact_scales, exact_scale_2, z, tokens, m, k, 1, stride, exact_row_scales, 0.f},
+        Linear<float>{x, nullptr, exact, exact_scales, exact_scale_2, z, tokens, m, k, 1, stride, exact_row_scales, 0.f},
         part - parts, gridDim.x / RANKS - parts, rank, exact_received);
 }

@@ -16,15 +16,8 @@ DEVICE void put_piece(u8* tokens, int m, int i, uint4 v, float scale) {
   if constexpr (F == BF16) {
     *reinterpret_cast<uint4*>(atom + (chunk ^ swizzle) * 16) = v;
   } else {
-    constexpr int second = F == FP4 ? 4 : 1, step = F == FP4 ? 1 : 2;
-    float f[8];
-    unpack8(v, f);
     u32 w[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const __half2 h = __floats2half2_rn(f[j * step] * scale, f[j * step + second] * scale);
-      w[j] = *reinterpret_cast<const u32*>(&h);
-    }
+    fp16_pairs<F == FP4 ? 4 : 1>(v, scale, w);
     if constexpr (F == FP8) {  // in every other atom the second half first: no bank conflicts
       const int flip = i / 8 % 2;
 #pragma unroll
@@ -108,8 +101,8 @@ DEVICE void stage_tokens(u8* to, float* inverse, const Weights<Norm>& norm, cons
       if (Norm) root[t] = rsqrtf(warp_sum(square) * fast_reciprocal(static_cast<float>(values)) + eps);
       const float peak = warp_max(fmaxf(bf16_low(largest), bf16_high(largest))) * root[t] * norm_peak;
       const int shift = fp16_shift(__float_as_int(peak) >> 23);
-      scale[t] = __int_as_float((127 + shift) << 23);
-      if (lane == 0 && first + t * WARPS < tokens) inverse[first + t * WARPS] = __int_as_float((127 - shift) << 23);
+      scale[t] = two_to(shift);
+      if (lane == 0 && first + t * WARPS < tokens) inverse[first + t * WARPS] = two_to(-shift);
     }
 #pragma unroll
     for (int t = 0; t < TOGETHER; ++t)

@@ -17,7 +17,7 @@ KERNEL __maxnreg__(REGISTERS)
 linear(const __nv_bfloat16* x, const float* norm, const u8* codes, const u8* scales, const float* scale_2, OUT* y, int tokens,
        int n, int k, int groups, int stride, int row_scales, int slots, int buffers, float eps, int ranks) {
   let_next_kernel_start();
-  const Product<OUT> all = {x, NORM ? norm : nullptr, codes, scales, scale_2, y, tokens, n, k, groups, stride, row_scales, slots,
-                            buffers, eps};
+  const Product<OUT> all = {{x, NORM ? norm : nullptr, codes, scales, scale_2, y, tokens, n, k, groups, stride, row_scales, eps},
+                            slots, buffers};
   product<FMT, STEPS>(all, blockIdx.x / ranks, gridDim.x / ranks, ranks > 1 ? cluster_rank() : 0, ranks);
 }

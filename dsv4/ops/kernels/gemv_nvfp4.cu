@@ -209,21 +209,15 @@ struct Activations {
     for (int j = 0; j < MINE; ++j) largest = __vmaxu2(largest, largest_of_8(v[j]));
     largest = __reduce_max_sync(~0u, larger(largest));
     const int shift = fp16_shift(static_cast<int>(largest >> 7));
-    const float scale = __int_as_float((127 + shift) << 23);
+    const float scale = two_to(shift);
 #pragma unroll
     for (int j = 0; j < MINE; ++j) {
-      float f[8];
-      unpack8(v[j], f);
       u32 w[4];  // in the order in which pairs of weights are decoded
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const __half2 h = __floats2half2_rn(f[i] * scale, f[i + 4] * scale);
-        w[i] = *reinterpret_cast<const u32*>(&h);
-      }
+      fp16_pairs<4>(v[j], scale, w);
       to[j * 32 + lane] = make_uint4(w[0], w[1], w[2], w[3]);
     }
     __syncwarp();
-    return __int_as_float((127 - shift) << 23);
+    return two_to(-shift);
   }
   // What the lane has of B: column lane / 4, of the values of lane t = lane / 8.
   DEVICE static void load(uint4 (&x)[8], const uint4* from) {

@@ -15,12 +15,13 @@ project(const __nv_bfloat16* x, const u8* codes, const u8* scales, const float* 
   let_next_kernel_start();
   const int part = blockIdx.x / ranks, rank = ranks > 1 ? cluster_rank() : 0;
   if (part < parts) {
-    const Product<__nv_bfloat16> rounded = {x, nullptr, codes, scales, scale_2, y, tokens, n, k, 1, stride, row_scales, slots,
-                                            buffers, 0.f};
+    const Product<__nv_bfloat16> rounded = {
+        {x, nullptr, codes, scales, scale_2, y, tokens, n, k, 1, stride, row_scales, 0.f}, slots, buffers};
     product<FMT, STEPS>(rounded, part, parts, rank, ranks);
   } else {
-    const Product<float> plain = {x, nullptr, exact, exact_scales, exact_scale_2, z, tokens, m, k, 1, stride, exact_row_scales,
-                                  exact_slots, exact_buffers, 0.f};
+    const Product<float> plain = {
+        {x, nullptr, exact, exact_scales, exact_scale_2, z, tokens, m, k, 1, stride, exact_row_scales, 0.f}, exact_slots,
+        exact_buffers};
     product<EXACT, EXACT_STEPS>(plain, part - parts, gridDim.x / ranks - parts, rank, ranks);
   }
 }

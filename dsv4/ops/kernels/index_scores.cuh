@@ -8,6 +8,7 @@
 // Given: HEADS, D (of a head), FORMAT (0 bf16, 1 fp8, 2 fp4), THREADS.
 #ifndef DSV4_INDEX_SCORES
 #define DSV4_INDEX_SCORES
+#include "fp16.cuh"
 #include "wgmma.cuh"
 
 typedef unsigned char u8;
@@ -135,12 +136,6 @@ DEVICE void decode_keys(const Keys& keys, u32 (&a)[STEPS][4]) {
 
 // --- query ------------------------------------------------------------------------------------------------------------
 
-DEVICE u32 pack_fp16(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 // A token's query as 64 rows of the second operand, in chunks of 64 channels as wgmma.cuh describes them, and half of each
 // row's weight; rows that are not heads are 0. All threads; afterwards `stores_before_products` and a barrier.
 DEVICE void stage_query(u8* query, float* weight, const bf16* q, const float* weights, i64 token) {
@@ -159,8 +154,8 @@ DEVICE void stage_query(u8* query, float* weight, const bf16* q, const float* we
 #pragma unroll
       for (int step = PIECES / 2; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
       const int shift = fp16_shift(static_cast<int>(__float_as_uint(top) >> 23));
-      const float scale = __uint_as_float((127 + shift) << 23);
-      unit = __uint_as_float((127 - shift) << 23);
+      const float scale = two_to(shift);
+      unit = two_to(-shift);
 #pragma unroll
       for (int e = 0; e < 4; ++e) pairs[e] = pack_fp16(x[2 * e] * scale, x[2 * e + 1] * scale);
     }

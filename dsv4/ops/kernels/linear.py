@@ -17,7 +17,6 @@ from dsv4.ops.kernels.stream import (
     FP4,
     FP8,
     STATIC_BYTES,
-    Format,
     Weight,
     ceil,
     check_weight,
@@ -66,21 +65,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Work:
-    """One product: format, tokens, rows, width, groups of rows, whether a norm comes first, whether no blocks split K."""
+class Work(gemm.Product):
+    """A product of few tokens; `whole`: no blocks split K."""
 
-    form: Format
-    tokens: int
-    n: int
-    k: int
-    groups: int = 1
-    norm: bool = False
     whole: bool = False
-
-    @property
-    def tail(self) -> bool:
-        """Whether rows do not fill steps of 128 bytes; NVFP4 scales come in pieces of 16 bytes, for 256 values."""
-        return self.k % self.form.step_values != 0
 
     @property
     def ranks(self) -> int:

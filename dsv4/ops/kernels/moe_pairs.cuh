@@ -147,22 +147,14 @@ DEVICE int place(int value) {
   return place_of(value / 8) * 8 + (FMT == BF16 ? value % 8 : value % 4 * 2 + value / 4 % 2);
 }
 
-DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
-
 DEVICE uint4 in_pairs(uint4 v) {
   return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
                     __byte_perm(v.y, v.w, 0x7632));
 }
 
 DEVICE uint4 to_fp16(uint4 v, float scale) {
-  float f[8];
-  unpack8(v, f);
   u32 w[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const __half2 h = __floats2half2_rn(f[2 * j] * scale, f[2 * j + 1] * scale);
-    w[j] = *reinterpret_cast<const u32*>(&h);
-  }
+  fp16_pairs<1>(v, scale, w);
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
@@ -187,9 +179,9 @@ DEVICE float stage_row(const uint4* from, uint4* to) {
   for (int i = 0; i < EACH; ++i) {
     const uint4 v = KEPT == EACH ? kept[i % KEPT] : load(i);
     const int c = i * 32 + lane;
-    to[OfH ? c : place_of(c)] = FMT == BF16 ? v : to_fp16(OfH ? v : in_pairs(v), power_of_two(shift));
+    to[OfH ? c : place_of(c)] = FMT == BF16 ? v : to_fp16(OfH ? v : in_pairs(v), two_to(shift));
   }
-  return power_of_two(-shift);
+  return two_to(-shift);
 }
 
 // --- multiplying ------------------------------------------------------------------------------------------------------

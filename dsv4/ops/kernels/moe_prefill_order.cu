@@ -4,8 +4,7 @@
 // Entries are a token's `choices` after another's, then one more of each token if there is a shared expert. Those of one expert
 // come together, in any order: what is computed of an entry does not depend on it.
 // Defines: FMT (0 bf16, 1 FP8, 2 NVFP4), BESIDE (whether tiles of expert `count` are of FP8).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "fp16.cuh"
 #include "hopper.cuh"
 
 enum { BF16, FP8, FP4 };
@@ -87,15 +86,8 @@ moe_order(const int* experts, int2* order, int4* tiles, int* tile_count, int ent
 // weights are decoded (see decode_atom of moe_prefill.cu).
 template <int F>
 DEVICE uint4 piece_of(uint4 v, float scale) {
-  constexpr int second = F == FP4 ? 4 : 1, step = F == FP4 ? 1 : 2;
-  float f[8];
-  unpack8(v, f);
   u32 w[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const __half2 h = __floats2half2_rn(f[j * step] * scale, f[j * step + second] * scale);
-    w[j] = *reinterpret_cast<const u32*>(&h);
-  }
+  fp16_pairs<F == FP4 ? 4 : 1>(v, scale, w);
   if (F == FP4) {
     transpose4(w);
     return make_uint4(w[0], w[1], w[2], w[3]);

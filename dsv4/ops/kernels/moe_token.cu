@@ -121,10 +121,10 @@ DEVICE float stage_x(const uint4* x, const Gate& gate, uint4* to, Shared& shared
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int c = threadIdx.x + i * THREADS;
-    if (c < PIECES) to[place_of(c)] = FMT == BF16 ? v[i] : to_fp16(in_pairs(v[i]), power_of_two(shift));
+    if (c < PIECES) to[place_of(c)] = FMT == BF16 ? v[i] : to_fp16(in_pairs(v[i]), two_to(shift));
   }
   barrier(1, THREADS);
-  return power_of_two(-shift);
+  return two_to(-shift);
 }
 
 // One warp: count up `ready` when the block's part of an expert's h is written.

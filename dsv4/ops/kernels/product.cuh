@@ -27,15 +27,8 @@ constexpr int MAX_RANKS = 8;
 constexpr int HELD = 8;         // pieces of 8 values that a lane stages at a time
 
 template <typename Out>
-struct Product {
-  const __nv_bfloat16* x;  // [tokens, stride], of which groups * k are used
-  const float* norm;       // [k] or null: RMSNorm of x
-  const u8* codes;
-  const u8* scales;
-  const float* scale_2;  // NVFP4: one, or with row_scales one a row
-  Out* y;                // [tokens, n]
-  int tokens, n, k, groups, stride, row_scales, slots, buffers;
-  float eps;
+struct Product : Linear<Out> {
+  int slots, buffers;
 };
 
 DEVICE void store4(float* to, const float (&v)[4]) { *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]); }
@@ -257,8 +250,8 @@ struct Staging {
         for (int b = 0; b < BATCH; ++b) {
           const u32 peak = __reduce_max_sync(~0u, larger(largest[b]));
           const int shift = fp16_shift(static_cast<int>(peak >> 7));
-          scale[b] = __int_as_float((127 + shift) << 23);
-          if (lane == 0 && first + b * RW < tokens) inverse[first + b * RW] = __int_as_float((127 - shift) << 23);
+          scale[b] = two_to(shift);
+          if (lane == 0 && first + b * RW < tokens) inverse[first + b * RW] = two_to(-shift);
         }
       }
 #pragma unroll

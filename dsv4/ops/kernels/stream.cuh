@@ -17,8 +17,7 @@
 // Defines: WARPS, KW, NT (tiles of 8 tokens), STAGES, TAIL (rows do not fill 128-byte steps), MT (tiles of 16 rows a step).
 #ifndef DSV4_STREAM
 #define DSV4_STREAM
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "fp16.cuh"
 #include "hopper.cuh"
 
 typedef unsigned char u8;
@@ -36,6 +35,19 @@ template <int F> constexpr int STEP_K = LANE_K<F> * 4;                       // 
 template <int F> constexpr int TILE_BYTES = 2048 + (F == FP4 ? 256 : 0);     // a step of 16 rows
 template <int F> constexpr int STAGE_BYTES = MT * TILE_BYTES<F>;
 template <int F> constexpr float RAW = F == FP4 ? 16384.f : 1.f;
+
+// y = x W^T as the kernels of linears take it.
+template <typename Out>
+struct Linear {
+  const __nv_bfloat16* x;  // [tokens, stride], of which groups * k are used
+  const float* norm;       // [k] or null: RMSNorm of x
+  const u8* codes;
+  const u8* scales;
+  const float* scale_2;  // NVFP4: one, or with row_scales one a row
+  Out* y;                // [tokens, n]
+  int tokens, n, k, groups, stride, row_scales;
+  float eps;
+};
 
 // --- PTX --------------------------------------------------------------------------------------------------------------
 
@@ -193,10 +205,7 @@ DEVICE uint4 operand8(uint4 v, float scale) {
   unpack8(v, f);
   u32 w[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const __half2 h = __floats2half2_rn(f[order[2 * j]] * scale, f[order[2 * j + 1]] * scale);
-    w[j] = *reinterpret_cast<const u32*>(&h);
-  }
+  for (int j = 0; j < 4; ++j) w[j] = pack_fp16(f[order[2 * j]] * scale, f[order[2 * j + 1]] * scale);
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
@@ -228,8 +237,8 @@ DEVICE float stage_token(u8* to, const __nv_bfloat16* x, int k, int steps, int w
 #pragma unroll
     for (int o = 16; o; o >>= 1) largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, o));
     const int shift = fp16_shift(static_cast<int>(larger(largest) >> 7));
-    scale = __int_as_float((127 + shift) << 23);
-    inverse = __int_as_float((127 - shift) << 23);
+    scale = two_to(shift);
+    inverse = two_to(-shift);
   }
 #pragma unroll 2
   for (int i = worker; i < steps * (STEP_K<F> / 8); i += workers) {
