@@ -23,9 +23,9 @@ Residual = tuple[Tensor, Tensor, Tensor, Tensor]
 class HyperConnection(nn.Module):
     """The mixing around one sublayer (ops.hyper_connection), with the sublayer's input norm folded in."""
 
-    def __init__(self, config: ModelConfig, source: Source, name: str, norm: str, before_experts: bool):
+    def __init__(self, config: ModelConfig, source: Source, name: str, norm: str):
         super().__init__()
-        n, self.before_experts = config.hc_mult, before_experts
+        n = config.hc_mult
         count = (2 + n) * n
         self.eps, self.hc_eps, self.iterations = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
         self.register_buffer("fn", source.float32(f"{name}_fn", (count, n * config.hidden_size)))
@@ -36,8 +36,7 @@ class HyperConnection(nn.Module):
     def forward(self, residual: Residual) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Mix the sublayer before in -> the streams [T, N, H], this sublayer's input [T, H], and post, comb for it."""
         weights = self.fn, self.base, self.scale, self.norm
-        # Experts bring megabytes for each multiprocessor before they know their input.
-        return ops.hc_mix(*residual, *weights, self.eps, self.hc_eps, self.iterations, self.before_experts)
+        return ops.hc_mix(*residual, *weights, self.eps, self.hc_eps, self.iterations)
 
 
 class Block(nn.Module):
@@ -45,9 +44,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, source: Source):
         super().__init__()
-        self.hc_attn = HyperConnection(config, source, "hc_attn", "attn_norm", before_experts=False)
+        self.hc_attn = HyperConnection(config, source, "hc_attn", "attn_norm")
         self.attn = Attention(config, layer, source.at("attn"))
-        self.hc_ffn = HyperConnection(config, source, "hc_ffn", "ffn_norm", before_experts=True)
+        self.hc_ffn = HyperConnection(config, source, "hc_ffn", "ffn_norm")
         self.ffn = MoE(config, layer, source.at("ffn"))
 
     def forward(

@@ -155,13 +155,13 @@ def hc_head(
     return torch.ops.dsv4.hc_head(streams, fn, base, scale, norm_weight, eps, hc_eps)
 
 
-def _mix_fake(y, streams, post, comb, fn, base, scale, norm_weight, eps, hc_eps, iterations, hold_next=False):
+def _mix_fake(y, streams, post, comb, fn, base, scale, norm_weight, eps, hc_eps, iterations):
     return streams.new_empty(streams.shape), *_pre_fake(streams, fn, base, scale, norm_weight, eps, hc_eps, iterations)
 
 
 @op(
     "hc_mix(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, "
-    "float eps, float hc_eps, int iterations, bool hold_next=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "float eps, float hc_eps, int iterations) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_mix_fake,
     cuda=_hc_mix_cuda,
 )
@@ -177,9 +177,8 @@ def hc_mix_ref(
     eps: float,
     hc_eps: float,
     iterations: int,
-    hold_next: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hc_post, then hc_pre of its rounded result; `hold_next` changes no value."""
+    """hc_post, then hc_pre of its rounded result."""
     mixed = hc_post_ref(y, streams, post, comb)
     return mixed, *hc_pre_ref(mixed, fn, base, scale, norm_weight, eps, hc_eps, iterations)
 
@@ -196,16 +195,12 @@ def hc_mix(
     eps: float,
     hc_eps: float,
     iterations: int,
-    hold_next: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What lies between two sublayers. Of the one before: its result y [T, H] (bf16 or float32), the streams [T, N, H] it
     read, its post float32 [T, N] and comb float32 [T, N, N]. Of the one after: float32 fn [2N + N*N, N*H], base [2N + N*N],
-    scale [3], norm_weight [H]. Returns the mixed streams and what hc_pre makes of them: x [T, H], post, comb.
-
-    hold_next: on a GPU the kernel after this one starts when the one before has ended, not earlier. To be set where it
-    begins with many weights, which would delay what both still have to read."""
+    scale [3], norm_weight [H]. Returns the mixed streams and what hc_pre makes of them: x [T, H], post, comb."""
     weights = fn, base, scale, norm_weight
-    return torch.ops.dsv4.hc_mix(y, streams, post, comb, *weights, eps, hc_eps, iterations, hold_next)
+    return torch.ops.dsv4.hc_mix(y, streams, post, comb, *weights, eps, hc_eps, iterations)
 
 
 @op(

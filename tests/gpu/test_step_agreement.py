@@ -3,8 +3,10 @@ random weights, and examples/tiny, which is trained, on a text.
 
 Which experts and which blocks are picked is a matter of the last bit where two scores nearly tie, and a random model has
 near ties everywhere. So the picks are compared by themselves, and the references go on with those of the kernels. The best
-of 129,280 random logits is as often nearly tied with the second: a cosine of 0.9996 leaves 94 % of them the same, and the
-others have to be the references' best up to two steps of bf16. A trained model is held to the same best token.
+of 129,280 random logits is as often nearly tied with the second, and a random model magnifies roundings: of references
+against references with 3 in 10,000 results off by one step of bf16, 97 % of the positions keep their best token. So the
+kernels' best token has to be the references' up to two steps of bf16, and their logits no further from the references' than
+those of references whose results are off here and there.
 """
 
 import pathlib
@@ -79,6 +81,27 @@ class References(InParts):
         return noted
 
 
+class Rounded(References):
+    """References of whose bf16 results a share is off by one step."""
+
+    def __init__(self, picks, share: float, generator: torch.Generator):
+        super().__init__(picks)
+        self.share, self.generator = share, generator
+
+    def _off(self, value):
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.bfloat16:
+            return value
+        draw = torch.rand(value.shape, device=value.device, generator=self.generator)
+        step = (draw < self.share / 2).short() - (draw > 1 - self.share / 2).short()
+        return (value.view(torch.int16) + step).view(torch.bfloat16)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace != "dsv4" or func.name().partition("::")[2] in PICKS:
+            return out
+        return tuple(map(self._off, out)) if isinstance(out, tuple) else self._off(out)
+
+
 @pytest.fixture(scope="module")
 def model():
     with torch.no_grad():
@@ -129,28 +152,62 @@ def bf16_step(value: torch.Tensor) -> torch.Tensor:
     return torch.exp2(value.abs().log2().floor() - 7)
 
 
-def test_kernels_and_references_read_a_text_alike():
-    """Eight passages token by token from an empty cache, each side with its own picks."""
+def test_kernels_are_no_further_off_than_roundings(model, draw):
+    """Logits of single steps against those of references with one in a hundred of their results off by one step of bf16."""
+    seed = int(draw.integers(0, 2**31))
+    generator = torch.Generator("cuda").manual_seed(seed)
+    slots, distances = torch.arange(BATCH, device="cuda"), {"kernels": [], "roundings": []}
+
+    def logits(mode: TorchDispatchMode, tokens: torch.Tensor, position: int) -> torch.Tensor:
+        cache, _ = caches(model, "bf16", "bf16", BATCH, seed)
+        with mode:
+            state = model(tokens, torch.full_like(slots, position), slots, cache, decode=True)
+            return model.logits(state).double()
+
+    with torch.no_grad():
+        for position in range(START, START + 8):
+            tokens = torch.randint(model.config.vocab_size, (BATCH,), device="cuda", generator=generator)
+            kernels = Kernels()
+            found = {"kernels": logits(kernels, tokens, position)}
+            found["roundings"] = logits(Rounded(kernels.picks, 0.01, generator), tokens, position)
+            wanted = logits(References(kernels.picks), tokens, position)
+            for name, value in found.items():
+                distances[name] += (1 - torch.cosine_similarity(value, wanted)).tolist()
+    ours, theirs = (sorted(distances[name])[len(distances[name]) // 2] for name in ("kernels", "roundings"))
+    print(f"1 - cosine of the logits, median: kernels {ours:.2e}, references with roundings {theirs:.2e}")
+    assert ours < 1.5 * theirs
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_kernels_and_references_read_a_text_alike(own):
+    """Eight passages token by token from an empty cache; `own`: each side with its own picks, which in so small an indexer
+    often tie."""
     engine = dsv4.load(ROOT / "examples/tiny", max_batch=1, max_context=1024, compile=False)
     model, text = engine.model, (ROOT / "examples/eval/haystack.txt").read_text()
     ids = engine.tokenizer.encode(text)
     passages = torch.tensor([ids[at : at + STEPS] for at in range(0, 8 * 1000, 1000)], device="cuda")
     both = [Cache(model.config, len(passages), 1024, torch.bfloat16, "cuda", "bf16", "bf16") for _ in range(2)]
     slots = torch.arange(len(passages), device="cuda")
-    cosines, same = [], 0
+    cosines, same, near = [], 0, 0
     with torch.no_grad():
         for step in range(STEPS):
             tokens, positions = passages[:, step].contiguous(), torch.full_like(slots, step)
-            found = model.logits(model(tokens, positions, slots, both[0], decode=True))
-            with References():
+            with Kernels() as kernels:
+                found = model.logits(model(tokens, positions, slots, both[0], decode=True))
+            with References(None if own else kernels.picks):
                 wanted = model.logits(model(tokens, positions, slots, both[1], decode=True))
             cosines += torch.cosine_similarity(found.double(), wanted.double()).tolist()
-            same += (found.argmax(-1) == wanted.argmax(-1)).sum().item()
+            best, chosen = wanted.max(-1).values, wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
+            same += (chosen == best).sum().item()
+            near += (best - chosen <= 2 * bf16_step(best)).sum().item()
+    median = sorted(cosines)[len(cosines) // 2]
     print(
-        f"examples/tiny: cosine of the logits: least {min(cosines):.6f}, median {sorted(cosines)[len(cosines) // 2]:.6f}; "
-        f"same top-1 in {same / len(cosines):.2%} of {len(cosines)} positions"
+        f"examples/tiny, {'own' if own else 'the same'} picks: cosine of the logits: least {min(cosines):.6f}, median "
+        f"{median:.6f}; same top-1 in {same / len(cosines):.2%} of {len(cosines)} positions, up to two steps of bf16 in "
+        f"{near / len(cosines):.2%}"
     )
-    assert min(cosines) > 0.9995 and same / len(cosines) >= 0.99
+    assert min(cosines) > (0.99 if own else 0.9995) and median > 0.9999
+    assert same / len(cosines) >= 0.97 and near / len(cosines) >= 0.99
 
 
 @pytest.mark.parametrize(("kv", "index"), FORMATS)

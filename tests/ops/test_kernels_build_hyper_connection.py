@@ -25,8 +25,7 @@ def variants():
                 for tokens in (1, 8, 16, 32):
                     plan = Plan.of(tokens, hidden)
                     for post in (0, 1) if tokens == 1 else (1,):
-                        hold = int(tokens == 1 and post)  # the wait comes earlier or later, nothing else
-                        defines = *sizes, f"POST={post}", f"HOLD={hold}", *plan.defines()
+                        defines = *sizes, f"POST={post}", *plan.defines()
                         found["hyper_connection.cu", defines] = plan.shared(rows, 4, hidden)
     return [(*key, shared) for key, shared in found.items()]
 

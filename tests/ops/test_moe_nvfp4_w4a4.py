@@ -87,6 +87,9 @@ def test_inert_tokens(tokens, draw):
 def test_few_and_many_tokens_agree(draw):
     x, experts, weights, *rest = arguments(draw, 20, torch.float32)
     together = ops.moe_nvfp4_w4a4(x, experts, weights, *rest)
+    differences = []
     for t in range(20):
         alone = ops.moe_nvfp4_w4a4(x[t : t + 1], experts[t : t + 1], weights[t : t + 1], *rest)
-        assert (alone[0] - together[t]).abs().median() < 1e-5  # a midpoint may part single values
+        differences.append(((alone[0] - together[t]).abs().max() / together[t].abs().max()).item())
+    differences.sort()
+    assert differences[14] < 1e-5 and differences[-1] < 0.1  # a value at a midpoint may part a token

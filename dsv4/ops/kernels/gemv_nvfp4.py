@@ -60,10 +60,11 @@ def run(
         return False
     if groups > 1 or m:  # the kernels before these have few blocks; before the others comes one of these
         shared = max(shared, ALONE)
+    early = groups == 1 and not m and norm is None  # hyper-connections come next, which ask for little
     launch = ready("gemv_nvfp4.cu", "gemv_nvfp4", *defines(k, norm is not None))
     launch(
         blocks, WARPS * 32, x, norm, *weight, y, n, weight.scale_2.dim(), y.dtype == torch.float32,
-        *(exact or (None, None, None)), z, m, exact.scale_2.dim() if exact else 0, parts, groups, units, eps,
+        *(exact or (None, None, None)), z, m, exact.scale_2.dim() if exact else 0, parts, groups, units, early, eps,
         shared=shared, pdl=True,
     )  # fmt: skip
     return True

@@ -2,10 +2,14 @@
 //
 // Bytes at one token: Flash (H 4096) fn 24 x 16384 float32 = 1.57 MB, streams read and written 64 KB, norm 16 KB: 0.4 us at
 // 4.25 TB/s; Pro (H 7168) 2.75 MB, 0.7 us. All is latency.
-// Measured on an H200 in a CUDA graph, each launch taking the results of the one before: Flash 3.7 us at 1 token, 4.4 at 4,
-// 5.0 at 8, 6.3 at 16, 7.4 at 32, 14 at 64, 22 at 128; the head 2.4, 2.7, 2.8, 3.5, 5.0, 6.7, 10. Pro 4.4 at 1, 6.3 at 8, 15 at
-// 32. Between two linears of 34 MB it adds 6.9 us at 1 token, 6.0 at 8, 7.6 at 32: there its blocks mostly come when those of
-// the linear leave, and the 98 KB of weights that each then takes in are 2 us. Of 3.7 us the Sinkhorn steps are 0.7.
+// Measured on an H200 in a CUDA graph, each launch taking the results of the one before and, unlike here, letting the next
+// start at once: Flash 3.1 us at 1 token, 4.1 at 4, 4.6 at 8, 7.0 at 32; the head 2.2 at 1; Pro 3.5 at 1. Between two
+// linears of 17 MB it adds 3.1 us at 1 token, its blocks coming while the linear runs; where they come when it leaves, the
+// 98 KB of weights that each then takes in are 2 us. Of 3.1 us the Sinkhorn steps after the first are 0.5.
+// In cycles after the wait, at 1 token: the sums are sent at 2,300 to 2,500, there at 2,900, x is written at 4,400, comb at
+// 5,500 when it converges slowly. Tried and not faster: the square of x from inner products of the streams, exchanged while
+// the sums are (x at 3,800, but the launch slower by 0.3 us); the streams written behind the first exchange; the weights
+// that lie in shared memory taken to registers while the streams come.
 // Products on the tensor cores, with fn as two bf16, were faster from 16 tokens on (5.7 us at 32, 7.7 at 64), but no decode
 // step with them was: splitting the weights adds to that time.
 //
@@ -20,7 +24,7 @@
 // The sends of 2 and 3 complete on a barrier of the receiver, which costs half of what a barrier of the cluster does.
 //
 // Defines: N streams, H hidden, HEAD (no coefficients but pre; the streams are not written), POST (0: the streams are mixed
-// already), Y_FLOAT, CLUSTER, HELD, TT, HOLD (the next kernel starts when the one before has ended).
+// already), Y_FLOAT, CLUSTER, HELD, TT.
 #include "hyper_connection.cuh"
 
 constexpr int WARPS = 16, THREADS = WARPS * 32;
@@ -41,7 +45,7 @@ constexpr int MIXED = TT * SLICE / 2 <= THREADS ? 1 : 2, A_TOKEN = SLICE / 2 / M
 constexpr int COLLAPSERS = WARPS - (HEAD ? 0 : 1);  // the last warp has the Sinkhorn steps
 constexpr int WORDS = TT * ((SLICE + 63) / 64) <= COLLAPSERS ? 1 : TT * ((SLICE + 127) / 128) <= COLLAPSERS ? 2 : 4;
 constexpr int PARTS = (SLICE + 64 * WORDS - 1) / (64 * WORDS);  // warps that share a token in step 3
-static_assert(H % 8 == 0 && TT * A_TOKEN <= THREADS && TT * PARTS <= COLLAPSERS && CLUSTER <= 32, "");
+static_assert(H % 8 == 0 && TT * A_TOKEN <= THREADS && TT * PARTS <= COLLAPSERS && CLUSTER <= WARPS, "");
 
 template <int Words>
 struct alignas(4 * Words) Vector {
@@ -52,7 +56,7 @@ struct Shared {
   float parts[COLUMN_GROUPS][SUMS];      // of this block
   float all[CLUSTER][SUMS];              // of the cluster
   float squares[TT][CLUSTER * PARTS];
-  alignas(16) float post[TT][N], comb[TT][N * N];  // the old ones; then what the new comb begins as
+  alignas(16) float comb[TT][N * N];     // what it begins as
   alignas(16) float norm[SLICE];
   float base[ROWS], scale[3];
   u64 arrived[2];                        // the sums, the squares
@@ -81,7 +85,7 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   __shared__ Shared shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank();
   const i64 token0 = static_cast<i64>(blockIdx.x / CLUSTER) * TT;
-  if (!HOLD) let_next_kernel_start();
+  if (HEAD) let_next_kernel_start();
 
   const int column_group = warp % COLUMN_GROUPS, first_row = warp / COLUMN_GROUPS * RPW;
   float4 kept[KEPT > 0 ? KEPT : 1];
@@ -111,10 +115,11 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   for (int i = threadIdx.x; i < TT * (CHUNKS * 128 - COLUMNS); i += THREADS)
     mixed[i % TT][COLUMNS + i / TT] = 0;
   wait_for_previous_kernel();
-  if (HOLD) let_next_kernel_start();
+  // Not earlier: what comes next begins with its weights, which would delay what this one and the one before still read.
+  if (!HEAD) let_next_kernel_start();
 
   {
-    // All that the kernel before wrote is on its way at once: what a thread mixes to itself, the coefficients to all.
+    // All that the kernel before wrote is on its way at once.
     const int t = threadIdx.x / A_TOKEN, local = threadIdx.x % A_TOKEN, v = rank * A_TOKEN + local;
     const i64 token = token0 + t, at = token * N * (H / 2 / MIXED) + v;
     const bool real = threadIdx.x < TT * A_TOKEN && token < tokens && v < H / 2 / MIXED;
@@ -123,21 +128,15 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
 #pragma unroll
     for (int n = 0; n < N; ++n)
       if (real) before[n] = reinterpret_cast<const Vector<MIXED>*>(streams)[at + n * (H / 2 / MIXED)];
-    if (POST) {
-#pragma unroll
-      for (int i = 0; i < MIXED; ++i)
-        if (real) update[i] = load_pair(y, (token * (H / 2 / MIXED) + v) * MIXED + i);
-      if (threadIdx.x < TT * N && token0 + threadIdx.x / N < tokens)
-        copy_4(shared_address(&shared.post[0][threadIdx.x]), post + token0 * N + threadIdx.x);
-      if (threadIdx.x < TT * N * N && token0 + threadIdx.x / (N * N) < tokens)
-        copy_4(shared_address(&shared.comb[0][threadIdx.x]), comb + token0 * N * N + threadIdx.x);
-      wait_for_copies();
-      __syncthreads();
-    }
+    alignas(16) float to[N] = {}, from[N * N] = {};
     if (POST && real) {
-      alignas(16) float to[N], from[N * N];
-      load(shared.post[t], to);
-      load(shared.comb[t], from);
+#pragma unroll
+      for (int i = 0; i < MIXED; ++i) update[i] = load_pair(y, (token * (H / 2 / MIXED) + v) * MIXED + i);
+      load(post + token * N, to);
+      load(comb + token * N * N, from);
+    }
+    cluster_wait();  // every block of the cluster has its barriers
+    if (POST && real) {
 #pragma unroll
       for (int i = 0; i < MIXED; ++i) {
         u32 old[N], fresh[N];
@@ -160,7 +159,7 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
 
 #pragma unroll 1
   for (int begin = 0; begin < TT; begin += BATCH) {
-    constexpr int COUNT = BATCH * (RPW + 1), PADDED = COUNT <= 8 ? 8 : COUNT <= 16 ? 16 : 32;
+    constexpr int COUNT = BATCH * (RPW + 1), PADDED = COUNT <= 4 ? 4 : COUNT <= 8 ? 8 : COUNT <= 16 ? 16 : 32;
     float acc[PADDED] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
@@ -190,24 +189,26 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
     }
   }
   __syncthreads();
-  cluster_wait();  // every block of the cluster has its barriers
-  for (int i = threadIdx.x; i < SUMS / 4 * CLUSTER; i += THREADS) {
-    const int quad = i % (SUMS / 4), to = i / (SUMS / 4);
-    float sum[4] = {};
+  if (warp < CLUSTER) {  // warp w sends this block's sums to block w
+    const u32 to = peer_address(shared_address(shared.all[rank]), warp), barrier = peer_address(arrived[0], warp);
+    for (int quad = lane; quad < SUMS / 4; quad += 32) {
+      float sum[4] = {};
 #pragma unroll
-    for (int g = 0; g < COLUMN_GROUPS; ++g) {
-      const float4 part = reinterpret_cast<const float4*>(shared.parts[g])[quad];
-      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+      for (int g = 0; g < COLUMN_GROUPS; ++g) {
+        const float4 part = reinterpret_cast<const float4*>(shared.parts[g])[quad];
+        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+      }
+      peer_store_async(to + quad * 16, sum, barrier);
     }
-    peer_store_async(peer_address(shared_address(&shared.all[rank][quad * 4]), to), sum, peer_address(arrived[0], to));
   }
 
+  const int row = lane < ROWS ? lane : 0;
+  const float row_scale = shared.scale[HEAD ? 0 : scale_of(row)], row_base = shared.base[row];
   if (!HEAD && warp == WARPS - 1) {
     barrier_wait_cluster(arrived[0], 0);
     for (int t = rank; t < TT; t += CLUSTER) {
       const float sum = total(shared, t), r = inverse_rms(sum, eps);
-      if (token0 + t < tokens)
-        begin_coefficients(sum * r, shared.base, shared.scale, hc_eps, post_out + (token0 + t) * N, shared.comb[t]);
+      begin_comb(sum * r * row_scale + row_base, shared.comb[t]);
     }
     const int t = rank + lane * CLUSTER;
     if (t < TT && token0 + t < tokens) sinkhorn(shared.comb[t], hc_eps, iterations, comb_out + (token0 + t) * N * N);
@@ -215,19 +216,26 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   const int t = warp / PARTS, part = warp % PARTS, local = part * 32 + lane, v = rank * (SLICE / 2 / WORDS) + local;
   if (t >= TT) return;
   const bool exists = local < SLICE / 2 / WORDS && v < H / 2 / WORDS;
+  Vector<WORDS> from[N] = {};
+  float2 weight[WORDS] = {};
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+    if (exists) from[n] = reinterpret_cast<const Vector<WORDS>*>(&mixed[t][n * SLICE])[local];
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i)
+    if (exists) weight[i] = reinterpret_cast<const float2*>(shared.norm)[local * WORDS + i];
   barrier_wait_cluster(arrived[0], 0);
-  const float sum = total(shared, t), r = inverse_rms(sum, eps);
-  const float pre = lane < N ? sigmoid(sum * r * shared.scale[0] + shared.base[lane]) + hc_eps : 0.f;
+  const float sum = total(shared, t), r = inverse_rms(sum, eps), gate = sigmoid(sum * r * row_scale + row_base);
+  if (!HEAD && rank == 0 && part == 0 && token0 + t < tokens && lane >= N && lane < 2 * N)
+    post_out[(token0 + t) * N + lane - N] = 2.f * gate;
   float2 collapsed[WORDS] = {};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float weight = __shfl_sync(~0u, pre, n);
-    if (!exists) continue;
-    const Vector<WORDS> x = reinterpret_cast<const Vector<WORDS>*>(&mixed[t][n * SLICE])[local];
+    const float pre = __shfl_sync(~0u, gate, n) + hc_eps;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
-      collapsed[i].x = fmaf(weight, bf16_low(x.word[i]), collapsed[i].x);
-      collapsed[i].y = fmaf(weight, bf16_high(x.word[i]), collapsed[i].y);
+      collapsed[i].x = fmaf(pre, bf16_low(from[n].word[i]), collapsed[i].x);
+      collapsed[i].y = fmaf(pre, bf16_high(from[n].word[i]), collapsed[i].y);
     }
   }
   float square = 0.f;
@@ -249,9 +257,7 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   if (!exists || token0 + t >= tokens) return;
   Vector<WORDS> x;
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) {
-    const float2 weight = reinterpret_cast<const float2*>(shared.norm)[local * WORDS + i];
-    x.word[i] = pack_bf16(collapsed[i].x * rms * weight.x, collapsed[i].y * rms * weight.y);
-  }
+  for (int i = 0; i < WORDS; ++i)
+    x.word[i] = pack_bf16(collapsed[i].x * rms * weight[i].x, collapsed[i].y * rms * weight[i].y);
   reinterpret_cast<Vector<WORDS>*>(x_out)[(token0 + t) * (H / 2 / WORDS) + v] = x;
 }

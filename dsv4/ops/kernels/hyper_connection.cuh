@@ -7,27 +7,17 @@
 constexpr int K = N * H;
 constexpr int ROWS = HEAD ? N : 2 * N + N * N;  // of fn
 
-DEVICE float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
+DEVICE float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
-// The N reciprocals, two by one division.
-DEVICE void reciprocals(const float (&x)[N], float (&r)[N]) {
+// part[i] = the product of all x but x[i]; returns the product of all, which divides part[i] to 1 / x[i].
+DEVICE float products_of_others(const float (&x)[N], float (&part)[N]) {
+  float all[4];
 #pragma unroll
-  for (int i = 0; i + 1 < N; i += 2) {
-    const float both = fast_reciprocal(x[i] * x[i + 1]);
-    r[i] = both * x[i + 1];
-    r[i + 1] = both * x[i];
-  }
-  if (N % 2) r[N - 1] = fast_reciprocal(x[N - 1]);
-}
-
-// The sum over i of a[i] * b[i] and the rest, in two chains.
-DEVICE float sum_of(const float (&a)[N], const float (&b)[N], float rest) {
-  float even = 0.f;
+  for (int i = 0; i < 4; ++i) all[i] = i < N ? x[i] : 1.f;
+  const float pairs[2] = {all[0] * all[1], all[2] * all[3]};
 #pragma unroll
-  for (int i = 0; i < N; i += 2) even = i ? fmaf(a[i], b[i], even) : a[i] * b[i];
-#pragma unroll
-  for (int i = 1; i < N; i += 2) rest = fmaf(a[i], b[i], rest);
-  return even + rest;
+  for (int i = 0; i < N; ++i) part[i] = all[i ^ 1] * pairs[1 - i / 2];
+  return pairs[0] * pairs[1];
 }
 
 template <int Count>
@@ -46,60 +36,71 @@ DEVICE void store(float* to, const float (&x)[Count]) {
     else if (i % 4 == 0) *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(x + i);
 }
 
-// One warp, lane i < ROWS with product i of a token, divided by the root mean square: post written, and what the Sinkhorn steps
-// begin with left in k [N * N].
-DEVICE void begin_coefficients(float m, const float* base, const float* scale, float hc_eps, float* post, float* k) {
-  const int lane = threadIdx.x & 31, entry = lane - 2 * N, first = 2 * N + (entry >= 0 ? entry / N * N : 0);
-  const float logit = lane < ROWS ? m * scale[lane < N ? 0 : lane < 2 * N ? 1 : 2] + base[lane] : 0.f;
-  float top = NEG_INF, sum = 0.f;
+// Which of the three scales row `row` of fn has.
+DEVICE int scale_of(int row) { return row < N ? 0 : row < 2 * N ? 1 : 2; }
+
+// One warp, lane i < ROWS with logit i of a token: the powers of the softmax left in k [N * N], not yet divided by their sums.
+DEVICE void begin_comb(float logit, float* k) {
+  const int entry = static_cast<int>(threadIdx.x & 31) - 2 * N, first = 2 * N + (entry >= 0 ? entry / N * N : 0);
+  float top = NEG_INF;
 #pragma unroll
   for (int j = 0; j < N; ++j) top = fmaxf(top, __shfl_sync(~0u, logit, first + j));
-  const float power = expf(logit - top);
-#pragma unroll
-  for (int j = 0; j < N; ++j) sum += __shfl_sync(~0u, power, first + j);
-  if (lane >= N && lane < 2 * N) post[lane - N] = 2.f * sigmoid(logit);
-  if (entry >= 0 && entry < N * N) k[entry] = __fdividef(power, sum) + hc_eps;
+  if (entry >= 0 && entry < N * N) k[entry] = __expf(logit - top);
   __syncwarp();
 }
 
-// The Sinkhorn steps, by one thread. After each of them comb is k[i][j] / (row[i] * column[j]): dividing row i by its sum + eps
-// makes row[i] = sum over j of k[i][j] / column[j] + eps * row[i]. When an iteration moves no column by more than 2^-20, those
-// that are left, which move them ever less, are left out.
+// The Sinkhorn steps, by one thread, from what begin_comb left. After each of them comb is k[i][j] / (row[i] * column[j]):
+// dividing row i by its sum + eps makes row[i] = sum over j of k[i][j] / column[j] + eps * row[i]. At first row[i] is the
+// sum of the softmax. A reciprocal is by_row[i] * row_scale: what takes long is a factor of all four, and the next sums are
+// formed before it is there (50 cycles a step, 70 with the reciprocals themselves). The product of four sums stays a
+// number, as no sum is far below eps. When an iteration moves no column by more than 2^-18, the next one is the last: those
+// that are left move them ever less.
 DEVICE void sinkhorn(const float* from, float hc_eps, int iterations, float* comb_out) {
-  float k[N][N], transposed[N][N], row[N], column[N], by_row[N], by_column[N];
+  float k[N][N], transposed[N][N], row[N], column[N], by_row[N], by_column[N], row_scale, column_scale;
   alignas(16) float comb[N * N];
   load(from, comb);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
+    float sum = comb[i * N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) transposed[j][i] = k[i][j] = comb[i * N + j];
-    row[i] = column[i] = by_row[i] = 1.f;
+    for (int j = 1; j < N; ++j) sum += comb[i * N + j];
+    row[i] = sum;
+    column[i] = 1.f;
+#pragma unroll
+    for (int j = 0; j < N; ++j) transposed[j][i] = k[i][j] = fmaf(hc_eps, sum, comb[i * N + j]);
   }
-  auto divide = [&](const float(&by)[N][N], const float(&by_other)[N], float(&sums)[N], float(&by_sums)[N]) {
+  row_scale = fast_reciprocal(products_of_others(row, by_row));
+  auto divide = [&](const float(&by)[N][N], const float(&others)[N], float scale, float(&sums)[N], float(&by_sums)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) sums[i] = sum_of(by[i], by_other, sums[i] * hc_eps);
-    reciprocals(sums, by_sums);
+    for (int i = 0; i < N; ++i) {
+      float sum = by[i][0] * others[0];
+#pragma unroll
+      for (int j = 1; j < N; ++j) sum = fmaf(by[i][j], others[j], sum);
+      sums[i] = fmaf(sum, scale, sums[i] * hc_eps);
+    }
+    return fast_reciprocal(products_of_others(sums, by_sums));
   };
-  divide(transposed, by_row, column, by_column);
+  column_scale = divide(transposed, by_row, row_scale, column, by_column);
 #pragma unroll 1
-  for (int left = iterations - 1; left > 0; left -= 2) {  // two at a time, of which the second is watched
-    divide(k, by_column, row, by_row);
-    divide(transposed, by_row, column, by_column);
-    if (left == 1) break;
-    bool moved = false;
+  for (int left = iterations - 1; left > 0; left -= 2) {  // two at a time, of which the first is watched
     float before[N];
+    bool moved = false;
 #pragma unroll
     for (int j = 0; j < N; ++j) before[j] = column[j];
-    divide(k, by_column, row, by_row);
-    divide(transposed, by_row, column, by_column);
+    row_scale = divide(k, by_column, column_scale, row, by_row);
+    column_scale = divide(transposed, by_row, row_scale, column, by_column);
+    if (left == 1) break;
 #pragma unroll
-    for (int j = 0; j < N; ++j) moved = moved || !(fabsf(column[j] - before[j]) <= 0x1p-20f * before[j]);
+    for (int j = 0; j < N; ++j) moved |= !(fabsf(column[j] - before[j]) <= 0x1p-18f * before[j]);
+    row_scale = divide(k, by_column, column_scale, row, by_row);
+    column_scale = divide(transposed, by_row, row_scale, column, by_column);
     if (!moved) break;
   }
+  const float scale = row_scale * column_scale;
 #pragma unroll
   for (int i = 0; i < N; ++i)
 #pragma unroll
-    for (int j = 0; j < N; ++j) comb[i * N + j] = k[i][j] * by_row[i] * by_column[j];
+    for (int j = 0; j < N; ++j) comb[i * N + j] = k[i][j] * (by_row[i] * scale) * by_column[j];
   store(comb_out, comb);
 }
 

@@ -104,11 +104,9 @@ def run(
     eps: float,
     hc_eps: float,
     iterations: int | None,
-    hold_next: bool = False,
 ) -> tuple[Tensor, ...]:
     """Mix the streams with `before` = (y, post, comb) of the sublayer before, unless None, then collapse them. Returns
-    the mixed streams (or `streams`), x, post, comb; without `iterations` it is the head, and post and comb are None.
-    With `hold_next` the kernel after this one comes later than it could."""
+    the mixed streams (or `streams`), x, post, comb; without `iterations` it is the head, and post and comb are None."""
     tokens, n, hidden = streams.shape
     head, streams = iterations is None, streams.contiguous()
     _check(name, streams, fn, base, scale, norm_weight, head)
@@ -128,7 +126,7 @@ def run(
     mixed = torch.empty_like(streams) if before and not head else streams
     if tokens:
         plan = Plan.of(tokens, hidden)
-        defines = *_sizes(streams, y, head), f"POST={int(before is not None)}", f"HOLD={int(hold_next)}", *plan.defines()
+        defines = *_sizes(streams, y, head), f"POST={int(before is not None)}", *plan.defines()
         shared = plan.shared(fn.shape[0], n, hidden)
         launch = raised(kernel("hyper_connection.cu", "hc_mix", *defines), shared, plan.cluster)
         arguments = y, streams, old_post, old_comb, fn, *constants, tokens, mixed, x, post, comb

@@ -75,7 +75,9 @@ KERNEL __launch_bounds__(THREADS + 32)
   if (warp == WARPS) {
     if (!HEAD) {
       const int lane = threadIdx.x & 31;
-      begin_coefficients(lane < ROWS ? m[lane] : 0.f, base, scale, hc_eps, post + token * N, k);
+      const float logit = lane < ROWS ? m[lane] * scale[scale_of(lane)] + base[lane] : 0.f;
+      if (lane >= N && lane < 2 * N) post[token * N + lane - N] = 2.f * sigmoid(logit);
+      begin_comb(logit, k);
       if (lane == 0) sinkhorn(k, hc_eps, iterations, comb + token * N * N);
     }
     return;
