@@ -49,7 +49,8 @@ def check_route(op_name: str, x: Tensor, gate: Tensor, slots: Tensor, k: int) ->
 
 def topk_plan(hidden: int, experts: int) -> tuple[int, int, int]:
     """Blocks a cluster, clusters that share the experts, and quads of the gate that a thread has in shared memory."""
-    cluster, spread = min(16, 1 << (-(-experts // 16) - 1).bit_length()), 1
+    # Two blocks at least: asynchronous stores to a cluster of one block are an error to compute-sanitizer.
+    cluster, spread = min(16, max(2, 1 << (-(-experts // 16) - 1).bit_length())), 1
 
     def quads() -> int:
         a_block = -(-experts // (cluster * spread))

@@ -164,7 +164,6 @@ KERNEL __launch_bounds__(THREADS, 1)
 index_select(const bf16* q, const float* weights, const u8* keys, const i64* __restrict__ positions, const i64* __restrict__ slots,
              const u32* scores, const u32* maxima, int* picks, int rate, int blocks, int pitch, int most, int groups) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  let_next_kernel_start();
   Workspace& work = *reinterpret_cast<Workspace*>(memory + AT_WORK);
   u32* const lists = reinterpret_cast<u32*>(memory + AT_LISTS);
   u32* const own = reinterpret_cast<u32*>(memory + AT_SCORES);
@@ -203,6 +202,7 @@ index_select(const bf16* q, const float* weights, const u8* keys, const i64* __r
     const int row = warp / 4 * TILE + warp % 4 * 16;
     Keys current;
     wait_for_previous_kernel();
+    let_next_kernel_start();  // attend has many blocks, which would delay the kernel before
     if (warp / 4 * TILE < length) load_keys(current, rows, first + row);
     stage_query(memory, weight, q, weights, token);
     stores_before_products();
@@ -243,6 +243,7 @@ index_select(const bf16* q, const float* weights, const u8* keys, const i64* __r
   for (int i = tid; i < WARPS * FIT; i += THREADS) survivors[i] = 0;
   const int left = Maxima(count, groups).left;
   wait_for_previous_kernel();
+  let_next_kernel_start();
   // A lane's four scores of each BATCH of 128; the first are on their way before the bound is known.
   const int run = (length + 128 * WARPS - 1) / (128 * WARPS) * 128, end = min((warp + 1) * run, length);
   int at = warp * run + lane * 4, kept = 0;
