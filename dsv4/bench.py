@@ -92,7 +92,8 @@ def bench(args: argparse.Namespace) -> int:
         "layer": per_layer(results, bandwidth),
     }
     if args.peer:
-        report["peer"] = {"name": args.peer, "seconds": transformers_layer(args.widths, args.context, 20)}
+        widths = getattr(configs, args.widths)()
+        report["peer"] = {"name": args.peer, "seconds": transformers_layer(widths, args.context, 20)}
     if args.plot:
         plot([OpTime(**op) for op in results[0]["ops"]], bandwidth, args.plot)
     print(json.dumps(report) if args.json else text(report))

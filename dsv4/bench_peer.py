@@ -1,7 +1,12 @@
 """How long transformers' own DeepseekV4 takes for a layer and a token on the same GPU: the reference, eager, in bf16."""
 
 import statistics
+import sys
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4.model.config import ModelConfig
 
 SHAPE = (
     "vocab_size",
@@ -21,44 +26,50 @@ SHAPE = (
 )
 
 
-def transformers_layer(widths: str, context: int, steps: int) -> dict[str, float]:
+def transformers_layer(ours: "ModelConfig", context: int, steps: int, device: str = "cuda") -> dict[str, float]:
     """Seconds a token of one layer of each kind ("CSA", "HCA"), from models of one and of three layers of that kind.
 
-    Random weights at the release's widths; `context` tokens are prefilled and then `steps` decoded at batch 1. The time is
+    Random weights at the widths of `ours`; `context` tokens are prefilled and then `steps` decoded at batch 1. The time is
     that of the host's clock with the device synchronised, since launching is what bounds it.
     """
     import torch
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-    from dsv4.model import config as configs
     from dsv4.model.config import CSA, HCA
 
-    ours = getattr(configs, widths)()
     shape = {key: getattr(ours, key) for key in SHAPE}
     seconds = {}
-    for kind, layer_type in (("CSA", CSA), ("HCA", HCA)):
-        medians = []
-        for layers in (1, 3):
-            config = DeepseekV4Config(
-                **shape, num_hidden_layers=layers, layer_types=[layer_type] * layers, mlp_layer_types=["moe"] * layers
-            )
-            with torch.device("cuda"), torch.no_grad():
-                torch.set_default_dtype(torch.bfloat16)
-                try:
-                    model = DeepseekV4ForCausalLM(config).eval()
-                finally:
-                    torch.set_default_dtype(torch.float32)
-                tokens = torch.randint(shape["vocab_size"], (1, context))
-                cache, times = None, []
-                for _ in range(steps + 3):
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                    cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
-                    torch.cuda.synchronize()
-                    times.append(time.perf_counter() - start)
-            medians.append(statistics.median(times[3:]))
-            del model, cache, out
-            torch.cuda.empty_cache()
-        seconds[kind] = (medians[1] - medians[0]) / 2
+    with torch.device(device), torch.no_grad():
+        for kind, layer_type in (("CSA", CSA), ("HCA", HCA)):
+            one, three = (_token_seconds(shape, layer_type, layers, context, steps) for layers in (1, 3))
+            seconds[kind] = (three - one) / 2
+            print(f"transformers, {kind}: {seconds[kind] * 1e3:.2f} ms a layer", file=sys.stderr, flush=True)
     return seconds
+
+
+def _token_seconds(shape: dict, layer_type: str, layers: int, context: int, steps: int) -> float:
+    """Median time of a decoded token of a model of `layers` alike, on the device that is set."""
+    import torch
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    config = DeepseekV4Config(
+        **shape, num_hidden_layers=layers, layer_types=[layer_type] * layers, mlp_layer_types=["moe"] * layers
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = DeepseekV4ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    tokens = torch.randint(shape["vocab_size"], (1, context))
+    synchronize = torch.cuda.synchronize if tokens.is_cuda else lambda: None
+    cache, times = None, []
+    for _ in range(steps + 3):
+        synchronize()
+        start = time.perf_counter()
+        out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    del model, cache, out
+    if tokens.is_cuda:
+        torch.cuda.empty_cache()  # for the next one, of tens of GiB
+    return statistics.median(times[3:])

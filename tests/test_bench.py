@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4 import bench, cli
+from dsv4.bench_peer import transformers_layer
 from dsv4.model import config as configs
 from dsv4.model.cache import Cache
 from dsv4.model.linear import Fp8BlockLinear, Nvfp4Experts, Nvfp4Linear, PlainExperts, PlainLinear
@@ -45,6 +46,13 @@ def test_random_weights_give_finite_logits_of_sane_size(form):
     rows = torch.arange(140)
     logits = model.logits(model(rows, rows, torch.zeros_like(rows), cache))
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+def test_the_peer_is_a_layer_of_transformers(capsys):
+    pytest.importorskip("transformers.models.deepseek_v4")
+    seconds = transformers_layer(narrow(2), context=20, steps=4, device="cpu")
+    assert set(seconds) == {"CSA", "HCA"} and all(-1 < value < 10 for value in seconds.values())
+    assert capsys.readouterr().err.count("ms a layer") == 2
 
 
 @pytest.mark.parametrize("form", FORMATS)
