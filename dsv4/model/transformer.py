@@ -35,8 +35,7 @@ class HyperConnection(nn.Module):
 
     def forward(self, residual: Residual) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Mix the sublayer before in -> the streams [T, N, H], this sublayer's input [T, H], and post, comb for it."""
-        weights = self.fn, self.base, self.scale, self.norm
-        return ops.hc_mix(*residual, *weights, self.eps, self.hc_eps, self.iterations)
+        return ops.hc_mix(*residual, self.fn, self.base, self.scale, self.norm, self.eps, self.hc_eps, self.iterations)
 
 
 class Block(nn.Module):

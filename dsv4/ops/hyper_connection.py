@@ -155,14 +155,10 @@ def hc_head(
     return torch.ops.dsv4.hc_head(streams, fn, base, scale, norm_weight, eps, hc_eps)
 
 
-def _mix_fake(y, streams, post, comb, fn, base, scale, norm_weight, eps, hc_eps, iterations):
-    return streams.new_empty(streams.shape), *_pre_fake(streams, fn, base, scale, norm_weight, eps, hc_eps, iterations)
-
-
 @op(
     "hc_mix(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, "
     "float eps, float hc_eps, int iterations) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_mix_fake,
+    fake=lambda y, streams, post, comb, *weights: (streams.new_empty(streams.shape), *_pre_fake(streams, *weights)),
     cuda=_hc_mix_cuda,
 )
 def hc_mix_ref(
@@ -199,8 +195,7 @@ def hc_mix(
     """What lies between two sublayers. Of the one before: its result y [T, H] (bf16 or float32), the streams [T, N, H] it
     read, its post float32 [T, N] and comb float32 [T, N, N]. Of the one after: float32 fn [2N + N*N, N*H], base [2N + N*N],
     scale [3], norm_weight [H]. Returns the mixed streams and what hc_pre makes of them: x [T, H], post, comb."""
-    weights = fn, base, scale, norm_weight
-    return torch.ops.dsv4.hc_mix(y, streams, post, comb, *weights, eps, hc_eps, iterations)
+    return torch.ops.dsv4.hc_mix(y, streams, post, comb, fn, base, scale, norm_weight, eps, hc_eps, iterations)
 
 
 @op(

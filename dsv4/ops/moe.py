@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4.ops._register import op
 from dsv4.ops.fp8 import BLOCK
-from dsv4.ops.kernels.moe import Shared, run_experts
+from dsv4.ops.kernels.moe import Call, Shared, run_experts
 from dsv4.ops.kernels.stream import Weight
 from dsv4.ops.nvfp4 import dequantize_nvfp4
 
@@ -78,7 +78,7 @@ def _moe_cuda(
     """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
     if x.dtype == torch.float32:
         return moe_ref(x, experts, weights, gate_up, down, limit, shared_last)
-    return run_experts("moe", x, experts, weights, Weight(gate_up), Weight(down), limit, shared_last)
+    return run_experts("moe", x, experts, weights, Call.of(Weight(gate_up), Weight(down), limit, shared_last))
 
 
 @op(
@@ -126,7 +126,7 @@ def moe_nvfp4_fake(
     return x.new_empty(x.shape, dtype=torch.float32 if shared_gate_up is None and not shared_last else x.dtype)
 
 
-def nvfp4_weights(
+def nvfp4_call(
     gate_up: Tensor,
     gate_up_scale: Tensor,
     gate_up_scale_2: Tensor,
@@ -139,20 +139,20 @@ def nvfp4_weights(
     shared_down: Tensor | None = None,
     shared_down_scale: Tensor | None = None,
     shared_last: bool = False,
-) -> tuple[Weight, Weight, float, bool, Shared | None]:
+) -> Call:
     """The same as the kernels' launchers take it. ValueError for half a shared expert, or for two."""
     shared = shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale
     _check_shared(shared, shared_last)
     up, down = Weight(gate_up, gate_up_scale, gate_up_scale_2), Weight(down, down_scale, down_scale_2)
     beside = None if shared_gate_up is None else Shared(Weight(*shared[:2]), Weight(*shared[2:]))
-    return up, down, limit, shared_last, beside
+    return Call.of(up, down, limit, shared_last, beside)
 
 
 def moe_nvfp4_cuda(x: Tensor, experts: Tensor, weights: Tensor, *stacks: Tensor | float | bool | None) -> Tensor:
     """bf16: the streaming kernels. float32 activations: the reference, which is the oracle's precision."""
     if x.dtype == torch.float32:
         return moe_nvfp4_ref(x, experts, weights, *stacks)
-    return run_experts("moe_nvfp4", x, experts, weights, *nvfp4_weights(*stacks))
+    return run_experts("moe_nvfp4", x, experts, weights, nvfp4_call(*stacks))
 
 
 def _check_shared(shared: tuple[Tensor | None, ...], shared_last: bool) -> None:
@@ -276,7 +276,7 @@ def _moe_fp8_cuda(
     up, down = Weight(gate_up, gate_up_scale), Weight(down, down_scale)
     if x.dtype == torch.float32:
         return moe_fp8_ref(x, experts, weights, *up[:2], *down[:2], limit, shared_last)
-    return run_experts("moe_fp8", x, experts, weights, up, down, limit, shared_last)
+    return run_experts("moe_fp8", x, experts, weights, Call.of(up, down, limit, shared_last))
 
 
 @op(

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4.ops._register import op
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.checks import require, require_tensors
-from dsv4.ops.kernels.limits import raised
+from dsv4.ops.kernels.limits import cluster_of, raised
 
 
 def _weights(scores: Tensor, experts: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,7 @@ def check_route(op_name: str, x: Tensor, gate: Tensor, slots: Tensor, k: int) ->
 
 def topk_plan(hidden: int, experts: int) -> tuple[int, int, int]:
     """Blocks a cluster, clusters that share the experts, and quads of the gate that a thread has in shared memory."""
-    # Two blocks at least: asynchronous stores to a cluster of one block are an error to compute-sanitizer.
-    cluster, spread = min(16, max(2, 1 << (-(-experts // 16) - 1).bit_length())), 1
+    cluster, spread = cluster_of(-(-experts // 16)), 1
 
     def quads() -> int:
         a_block = -(-experts // (cluster * spread))

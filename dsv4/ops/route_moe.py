@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.ops._register import op
 from dsv4.ops.kernels.checks import require_tensors
 from dsv4.ops.kernels.moe import Router, run_routed
-from dsv4.ops.moe import moe_nvfp4_cuda, moe_nvfp4_fake, moe_nvfp4_ref, nvfp4_weights
+from dsv4.ops.moe import moe_nvfp4_cuda, moe_nvfp4_fake, moe_nvfp4_ref, nvfp4_call
 from dsv4.ops.route import check_route, route_topk_cuda, route_topk_ref
 
 NAME = "route_moe_nvfp4"
@@ -25,7 +25,7 @@ def _cuda(x: Tensor, gate: Tensor, bias: Tensor, slots: Tensor, k: int, scale: f
     if x.dtype == gate.dtype == torch.bfloat16 and x.shape[0] == 1:
         check_route(NAME, x, gate, slots, k)
         require_tensors(NAME, torch.float32, bias=bias)
-        y = run_routed(NAME, x, Router(gate, bias, slots, k, scale), *nvfp4_weights(*experts))
+        y = run_routed(NAME, x, Router(gate, bias, slots, k, scale), nvfp4_call(*experts))
         if y is not None:
             return y
     return moe_nvfp4_cuda(x, *route_topk_cuda(x, gate, bias, slots, k, scale), *experts)

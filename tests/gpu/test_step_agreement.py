@@ -34,11 +34,17 @@ PICKS = ("route_topk", "index_topk")
 
 
 class InParts(TorchDispatchMode):
-    """Runs routing and experts as the two ops that route_moe_nvfp4 stands for."""
+    """Has routing and experts as the two ops that route_moe_nvfp4 stands for."""
 
-    def both(self, x, *args):
-        routing = self.__torch_dispatch__(torch.ops.dsv4.route_topk.default, (), (x, *args[:5]))
-        return self.__torch_dispatch__(torch.ops.dsv4.moe_nvfp4.default, (), (x, *routing, *args[5:]))
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.dsv4.route_moe_nvfp4.default:
+            return self.run(func, args, kwargs or {})
+        x, *rest = args
+        routing = self.run(torch.ops.dsv4.route_topk.default, (x, *rest[:5]), {})
+        return self.run(torch.ops.dsv4.moe_nvfp4.default, (x, *routing, *rest[5:]), {})
+
+    def run(self, func, args: tuple, kwargs: dict):
+        raise NotImplementedError
 
 
 class Kernels(InParts):
@@ -48,10 +54,8 @@ class Kernels(InParts):
         super().__init__()
         self.picks = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.dsv4.route_moe_nvfp4.default:
-            return self.both(*args)
-        out = func(*args, **(kwargs or {}))
+    def run(self, func, args, kwargs):
+        out = func(*args, **kwargs)
         if func.name().partition("::")[2] in PICKS:
             self.picks.append(out)
         return out
@@ -65,13 +69,11 @@ class References(InParts):
         super().__init__()
         self.picks, self.shared, self.all = None if picks is None else iter(picks), 0, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.dsv4.route_moe_nvfp4.default:
-            return self.both(*args)
+    def run(self, func, args, kwargs):
         namespace, _, name = func.name().partition("::")
         if namespace != "dsv4":
-            return func(*args, **(kwargs or {}))
-        out = registered()[name].reference(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        out = registered()[name].reference(*args, **kwargs)
         if name not in PICKS or self.picks is None:
             return out
         noted = next(self.picks)
@@ -95,8 +97,8 @@ class Rounded(References):
         step = (draw < self.share / 2).short() - (draw > 1 - self.share / 2).short()
         return (value.view(torch.int16) + step).view(torch.bfloat16)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+    def run(self, func, args, kwargs):
+        out = super().run(func, args, kwargs)
         if func.namespace != "dsv4" or func.name().partition("::")[2] in PICKS:
             return out
         return tuple(map(self._off, out)) if isinstance(out, tuple) else self._off(out)
@@ -132,9 +134,7 @@ def test_kernels_and_references_give_the_same_step(model, kv, index, draw):
             with References(kernels.picks) as references:
                 wanted = model.logits(model(tokens, positions, slots, theirs, decode=True))
             cosines.append(torch.cosine_similarity(found.double(), wanted.double()).min().item())
-            best, chosen = wanted.max(-1).values, wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
-            same += (chosen == best).sum().item()
-            near += (best - chosen <= 2 * bf16_step(best)).sum().item()
+            same, near = (old + new for old, new in zip((same, near), best_alike(found, wanted), strict=True))
             shared, picked = shared + references.shared, picked + references.all
     print(
         f"{kv}, {index}: cosine of the logits: least {min(cosines):.6f}; same top-1 in {same / (BATCH * STEPS):.2%} of "
@@ -147,9 +147,11 @@ def test_kernels_and_references_give_the_same_step(model, kv, index, draw):
     assert same / (BATCH * STEPS) >= 0.9 and near / (BATCH * STEPS) >= 0.99
 
 
-def bf16_step(value: torch.Tensor) -> torch.Tensor:
-    """The distance of neighbouring bf16 numbers at `value`."""
-    return torch.exp2(value.abs().log2().floor() - 7)
+def best_alike(found: torch.Tensor, wanted: torch.Tensor) -> tuple[int, int]:
+    """In how many rows the best of `found` is the best of `wanted`, and in how many it is so up to two steps of bf16."""
+    best, chosen = wanted.max(-1).values, wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
+    step = torch.exp2(best.abs().log2().floor() - 7)
+    return (chosen == best).sum().item(), (best - chosen <= 2 * step).sum().item()
 
 
 def test_kernels_are_no_further_off_than_roundings(model, draw):
@@ -197,9 +199,7 @@ def test_kernels_and_references_read_a_text_alike(own):
             with References(None if own else kernels.picks):
                 wanted = model.logits(model(tokens, positions, slots, both[1], decode=True))
             cosines += torch.cosine_similarity(found.double(), wanted.double()).tolist()
-            best, chosen = wanted.max(-1).values, wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
-            same += (chosen == best).sum().item()
-            near += (best - chosen <= 2 * bf16_step(best)).sum().item()
+            same, near = (old + new for old, new in zip((same, near), best_alike(found, wanted), strict=True))
     median = sorted(cosines)[len(cosines) // 2]
     print(
         f"examples/tiny, {'own' if own else 'the same'} picks: cosine of the logits: least {min(cosines):.6f}, median "

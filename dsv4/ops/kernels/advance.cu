@@ -12,8 +12,8 @@
 // read positions and slots, which nothing that may still be running writes, compute the angles, and have brought to the L2
 // what they will read of the rings.
 //
-// Defines: DIM, ROPE, THREADS, HEADS (of a warp, one after another); RATE (0: no compressor), OVERLAP, PARTS; INDEX_DIM (0: no indexer); KV, the Format of ring
-// and entries; KEYS, that of the index keys.
+// Defines: DIM, ROPE, THREADS, HEADS (of a warp, one after another); RATE (0: no compressor), OVERLAP, PARTS; INDEX_DIM (0: no
+// indexer); KV, the Format of ring and entries; KEYS, that of the index keys.
 #include "compress.cuh"
 #include "hopper.cuh"
 #include "rope.cuh"

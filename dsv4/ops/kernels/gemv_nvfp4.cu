@@ -139,7 +139,6 @@ struct Feed {
 
 // The lane's part of the products of a step's row.
 DEVICE float multiply(const Step& s, const uint4 (&x)[8]) {
-  auto word = [](const uint4& v, int n) { return n == 0 ? v.x : n == 1 ? v.y : n == 2 ? v.z : v.w; };
   float sums[2] = {};
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {

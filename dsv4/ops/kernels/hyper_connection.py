@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.ops.kernels.build import kernel
 from dsv4.ops.kernels.checks import require, require_tensors
-from dsv4.ops.kernels.limits import raised
+from dsv4.ops.kernels.limits import cluster_of, raised
 
 SMALL = 128  # tokens up to which one launch does it all
 WARPS, ROWS = 16, 3  # of hc_mix; rows of fn a warp
@@ -28,8 +28,7 @@ class Plan:
     @staticmethod
     def of(tokens: int, hidden: int) -> "Plan":
         """The plan as measured best on an H200."""
-        # Two at least: asynchronous stores to a cluster of one block are an error to compute-sanitizer.
-        cluster = min(16, max(2, 1 << (-(-hidden // 256) - 1).bit_length()))
+        cluster = cluster_of(-(-hidden // 256))
         slice_ = -(-hidden // 8 // cluster) * 8
         most = 8 if slice_ <= 256 else 4  # 15 warps, each with at most 256 channels of a token, collapse the streams
         wanted = max(min(tokens, 2), -(-tokens * cluster // BLOCKS))  # two tokens in a cluster cost less than a second one

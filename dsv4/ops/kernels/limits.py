@@ -10,6 +10,12 @@ PORTABLE_CLUSTER = 8
 SHARED_BYTES = 227 * 1024  # the most shared memory that a block can have, on sm_90 and sm_100
 
 
+def cluster_of(blocks: int) -> int:
+    """Blocks of a cluster that wants so many: a power of two up to 16, and two at least, since asynchronous stores to a
+    cluster of one block are an error to compute-sanitizer."""
+    return min(16, max(2, 1 << (blocks - 1).bit_length()))
+
+
 def raised(kernel: Kernel, shared: int, cluster: int = 1) -> Kernel:
     """The same kernel, allowed on the current device to launch with `shared` bytes and `cluster` blocks a cluster."""
     _raise(kernel, torch.cuda.current_device(), shared, cluster > PORTABLE_CLUSTER)

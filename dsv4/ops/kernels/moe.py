@@ -48,7 +48,9 @@ class Call(NamedTuple):
     count: int
 
     @classmethod
-    def of(cls, gate_up: Weight, down: Weight, shared: Shared | None, shared_last: bool, limit: float) -> "Call":
+    def of(
+        cls, gate_up: Weight, down: Weight, limit: float, shared_last: bool = False, shared: Shared | None = None
+    ) -> "Call":
         inter, count = gate_up.codes.shape[1] // 2, down.codes.shape[0]
         return cls(gate_up.number, gate_up, down, shared, shared_last, limit, inter, count)
 
@@ -122,20 +124,9 @@ def check_stacks(name: str, x: Tensor, call: Call) -> None:
         _check_stack(name, f"{prefix}down", form, down, leading, 1, hidden, inter)
 
 
-def run_experts(
-    name: str,
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    limit: float,
-    shared_last: bool = False,
-    shared: Shared | None = None,
-) -> Tensor:
+def run_experts(name: str, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> Tensor:
     """[T, H]: bf16 with a shared expert, which is the stack's last or FP8 beside it; else float32. One launch for one
     token if widths are multiples of 1024, otherwise three for up to 64 tokens."""
-    call = Call.of(gate_up, down, shared, shared_last, limit)
     tokens, hidden = x.shape
     check_stacks(name, x, call)
     check_routing(name, tokens, experts, weights)
@@ -177,24 +168,14 @@ def _run_token(
     )  # fmt: skip
 
 
-def run_routed(
-    name: str,
-    x: Tensor,
-    router: Router,
-    gate_up: Weight,
-    down: Weight,
-    limit: float,
-    shared_last: bool = False,
-    shared: Shared | None = None,
-) -> Tensor | None:
+def run_routed(name: str, x: Tensor, router: Router, call: Call) -> Tensor | None:
     """run_experts' result for one token and the experts that the router picks, in one launch; None if there is no such
     launch for these sizes."""
-    call = Call.of(gate_up, down, shared, shared_last, limit)
     check_stacks(name, x, call)
     (experts, hidden), k, sms = router.gate.shape, router.k, processors(x.device.index)
-    if experts != call.count - shared_last:
-        raise ValueError(f"{name}: gate has {experts} rows, expected {call.count - shared_last}, one an expert")
-    plan = token_plan(call.number, hidden, call.inter, k + shared_last, shared is not None, sms)
+    if experts != call.count - call.shared_last:
+        raise ValueError(f"{name}: gate has {experts} rows, expected {call.count - call.shared_last}, one an expert")
+    plan = token_plan(call.number, hidden, call.inter, k + call.shared_last, call.shared is not None, sms)
     more = plan and plan.routing_defines(experts, k, sms)
     if more is None:
         return None

@@ -158,28 +158,25 @@ DEVICE uint4 to_fp16(uint4 v, float scale) {
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// One warp: h of an entry, or a token's x, into shared memory. Returns the inverse of the power of two.
-template <bool OfH>
-DEVICE float stage_row(const uint4* from, uint4* to) {
-  constexpr int PIECES = (OfH ? I : H) / 8, EACH = PIECES / 32;
+// One warp: h of an entry into shared memory. Returns the inverse of the power of two.
+DEVICE float stage_h(const uint4* from, uint4* to) {
+  constexpr int EACH = I / 8 / 32, AT_ONCE = EACH <= 8 ? EACH : EACH % 8 == 0 ? 8 : EACH % 7 == 0 ? 7 : 6;
+  constexpr int KEPT = EACH <= 8 ? EACH : 1;  // others are read again
   const int lane = threadIdx.x & 31;
-  auto load = [&](int i) { return OfH ? __ldcg(from + i * 32 + lane) : from[i * 32 + lane]; };
-  constexpr int KEPT = EACH <= 8 ? EACH : 1, AT_ONCE = EACH <= 8 ? EACH : EACH % 8 == 0 ? 8 : EACH % 7 == 0 ? 7 : 6;  // others are read again
   uint4 kept[KEPT];
   int shift = 0;
   u32 largest = 0;
 #pragma unroll AT_ONCE
   for (int i = 0; i < EACH; ++i) {
-    const uint4 v = load(i);
+    const uint4 v = __ldcg(from + i * 32 + lane);
     if (KEPT == EACH) kept[i % KEPT] = v;
     largest = max(largest, larger(largest_of_8(v)));
   }
   if (FMT != BF16) shift = fp16_shift(static_cast<int>(__reduce_max_sync(~0u, largest) >> 7));
 #pragma unroll AT_ONCE
   for (int i = 0; i < EACH; ++i) {
-    const uint4 v = KEPT == EACH ? kept[i % KEPT] : load(i);
-    const int c = i * 32 + lane;
-    to[OfH ? c : place_of(c)] = FMT == BF16 ? v : to_fp16(OfH ? v : in_pairs(v), two_to(shift));
+    const uint4 v = KEPT == EACH ? kept[i % KEPT] : __ldcg(from + i * 32 + lane);
+    to[i * 32 + lane] = FMT == BF16 ? v : to_fp16(v, two_to(shift));
   }
   return two_to(-shift);
 }
@@ -245,7 +242,6 @@ DEVICE void multiply(const u8* slot, int pair, const uint4* const (&activations)
     if (Chains == 2) x += odd ? acc[n][Chains - 1][1] : acc[n][Chains - 1][0], y += odd ? acc[n][Chains - 1][3] : acc[n][Chains - 1][2];
     return make_float2(x, y);
   };
-  auto word = [](const uint4& v, int n) { return n == 0 ? v.x : n == 1 ? v.y : n == 2 ? v.z : v.w; };
 #pragma unroll
   for (int n = 0; n < Count; ++n) sums[n] = make_float2(0.f, 0.f);
 #pragma unroll (Count > 1 || F != FP4 ? 1 : 2)

@@ -20,9 +20,9 @@
 //
 // Each block has a range of pairs of rows, the same of every expert (see moe_pairs.cuh), and their weights come through one
 // ring in the order of use: of gate and up of the shared expert and of each picked one, and then of down. The shared expert's
-// are known before the routing: before the previous kernel has ended, the ring is filled with them, and the others are asked
-// to come to the L2; gate and up are used while the experts are chosen. h of an expert is complete when all blocks have
-// counted up `ready` for it, which, but for the last ones, was long ago when down needs it.
+// are known before the routing: before the previous kernel has ended, the ring is filled with them; gate and up are used
+// while the experts are chosen. h of an expert is complete when all blocks have counted up `ready` for it, which, but for the
+// last ones, was long ago when down needs it.
 //
 // Of WARPS + 3 warps one asks for weights, one counts what the block has written, one fetches h and the others multiply.
 // All blocks have to run at a time: a block for each multiprocessor. They wait for nothing but each other and the previous
@@ -146,7 +146,7 @@ DEVICE void fetch(const Token& p, const Order& order, Shared& shared, uint4* to)
   for (int s = 0; s < order.experts(); ++s) {
     while (load_acquire(&ready[s]) != gridDim.x) {}
     __syncwarp();
-    const float inverse = stage_row<true>(reinterpret_cast<const uint4*>(p.h) + s * (I / 8), to + s * (I / 8));
+    const float inverse = stage_h(reinterpret_cast<const uint4*>(p.h) + s * (I / 8), to + s * (I / 8));
     if (lane == 0) shared.inverse[s] = inverse;
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&shared.fetched[s]));
