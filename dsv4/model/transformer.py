@@ -16,7 +16,7 @@ from dsv4.model.moe import MoE
 from dsv4.model.source import Source
 
 # Between sublayers: the output y [T, H] of the last one, not yet mixed in, the streams [T, N, H] before it, and how it is
-# to be mixed: post float32 [T, N], comb float32 [T, N, N] (see ops.hyper_connection).
+# to be mixed: post float32 [T, N], logits of comb float32 [T, N, N] (see ops.hyper_connection).
 Residual = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -34,7 +34,7 @@ class HyperConnection(nn.Module):
         self.register_buffer("norm", source.float32(f"{norm}.weight", (config.hidden_size,)))
 
     def forward(self, residual: Residual) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Mix the sublayer before in -> the streams [T, N, H], this sublayer's input [T, H], and post, comb for it."""
+        """Mix the sublayer before in -> the streams [T, N, H], this sublayer's input [T, H], and post, logits for it."""
         return ops.hc_mix(*residual, self.fn, self.base, self.scale, self.norm, self.eps, self.hc_eps, self.iterations)
 
 
@@ -52,9 +52,9 @@ class Block(nn.Module):
         self, residual: Residual, tokens: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache, decode: bool
     ) -> Residual:
         """The residual after this layer; the layer's cache advances."""
-        streams, post, comb, *projected = self._before(*residual)
+        streams, post, logits, *projected = self._before(*residual)
         advanced = self.attn.advance(projected, positions, slots, cache, decode)
-        residual = self._after(advanced, streams, post, comb, tokens, positions, slots, cache)
+        residual = self._after(advanced, streams, post, logits, tokens, positions, slots, cache)
         if not decode:
             self.attn.write(advanced, positions, slots, cache)
         return residual
@@ -62,9 +62,9 @@ class Block(nn.Module):
     # A region is compiled once for all layers that look alike, so 61 layers do not cost 61 compilations. It may not
     # change its inputs, which is why the cache is written between the two and after them.
     @torch.compiler.nested_compile_region
-    def _before(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> tuple[Tensor, ...]:
-        streams, x, post, comb = self.hc_attn((y, streams, post, comb))
-        return streams, post, comb, *self.attn.project(x)
+    def _before(self, y: Tensor, streams: Tensor, post: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        streams, x, post, logits = self.hc_attn((y, streams, post, logits))
+        return streams, post, logits, *self.attn.project(x)
 
     @torch.compiler.nested_compile_region
     def _after(
@@ -72,15 +72,15 @@ class Block(nn.Module):
         advanced: tuple[Tensor, ...],
         streams: Tensor,
         post: Tensor,
-        comb: Tensor,
+        logits: Tensor,
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
         cache: LayerCache,
     ) -> Residual:
         y = self.attn.attend(advanced, positions, slots, cache)
-        streams, x, post, comb = self.hc_ffn((y, streams, post, comb))
-        return self.ffn(x, tokens, slots), streams, post, comb
+        streams, x, post, logits = self.hc_ffn((y, streams, post, logits))
+        return self.ffn(x, tokens, slots), streams, post, logits
 
 
 class Transformer(nn.Module):
@@ -105,12 +105,12 @@ class Transformer(nn.Module):
         `decode` promises that no slot has more than one token in the batch; the caches are then written in one launch."""
         config = self.config
         count, n = len(tokens), config.hc_mult
-        streams = self.embed[tokens][:, None].expand(-1, n, -1).contiguous()
-        # Mixing nothing in leaves the streams as they are, so the first sublayer is like the others.
-        y = torch.zeros_like(streams[:, 0])
-        post = torch.zeros((count, n), device=streams.device)
-        comb = torch.eye(n, device=streams.device).expand(count, -1, -1).contiguous()
-        residual = y, streams, post, comb
+        # As if the embedding were a sublayer's output: mixed into streams of zeros it is what all of them begin as.
+        y = self.embed[tokens]
+        streams = y.new_zeros((count, n, config.hidden_size))
+        post = torch.ones((count, n), device=y.device)
+        logits = torch.zeros((count, n, n), device=y.device)
+        residual = y, streams, post, logits
         for block, state in zip(self.layers, cache.layers, strict=True):
             residual = block(residual, tokens, positions, slots, state, decode)
         return ops.hc_mix_head(
@@ -121,6 +121,7 @@ class Transformer(nn.Module):
             self.norm,
             config.rms_norm_eps,
             config.hc_eps,
+            config.hc_sinkhorn_iters,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ The residual is N streams X [N, H] a token. Before a sublayer they collapse into
 All of it in float32 with one rounding at the end, as the official code does.
 
 Between two sublayers X'_k of the first and x of the second follow one another: hc_mix does both, and hc_mix_head ends the
-model. Before the first sublayer y = 0, post = 0 and comb = identity leave the streams as they are (but for the sign of
-zeros).
+model. They take and give the logits of comb, m scale_2 + base: Sinkhorn's steps need nothing else, so hc_mix's kernel takes
+those of the sublayer before while it waits for that sublayer's y, where at its end the next kernel would wait for them.
+The first sublayer's streams are all the embedding: y mixed with post = 1 into streams of zeros, whatever the logits.
 
 On CUDA bf16 streams run kernels/hyper_connection*.cu; float32 streams, the oracle's precision, run the references.
 """
@@ -33,6 +34,23 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     return comb
 
 
+def _projection(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.linear(rms_norm(streams.flatten(1), None, eps), fn)
+
+
+def collapse(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, eps: float, hc_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, H], post float32 [T, N] and the logits of comb float32 [T, N, N]; arguments as in hc_pre."""
+    n = streams.shape[1]
+    pre, post, comb = _projection(streams, fn, eps).split((n, n, n * n), dim=-1)
+    pre = torch.sigmoid(pre * scale[0] + base[:n]) + hc_eps
+    post = 2 * torch.sigmoid(post * scale[1] + base[n : 2 * n])
+    logits = (comb * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
+    collapsed = torch.einsum("tn,tnh->th", pre, streams.float()).to(streams.dtype)
+    return rms_norm(collapsed, norm_weight, eps).to(streams.dtype), post, logits
+
+
 def _hc_pre_cuda(streams, *weights):
     if streams.dtype == torch.float32:
         return hc_pre_ref(streams, *weights)
@@ -42,7 +60,7 @@ def _hc_pre_cuda(streams, *weights):
 def _hc_head_cuda(streams, *weights):
     if streams.dtype == torch.float32:
         return hc_head_ref(streams, *weights)
-    return launches.run("hc_head", None, streams, *weights, None)[1]
+    return launches.run("hc_head", None, streams, *weights, 0, head=True)[1]
 
 
 def _hc_post_cuda(y, streams, post, comb):
@@ -51,20 +69,16 @@ def _hc_post_cuda(y, streams, post, comb):
     return launches.run_post("hc_post", y, streams, post, comb)
 
 
-def _hc_mix_cuda(y, streams, post, comb, *weights):
+def _hc_mix_cuda(y, streams, post, logits, *weights):
     if streams.dtype == torch.float32:
-        return hc_mix_ref(y, streams, post, comb, *weights)
-    return launches.run("hc_mix", (y, post, comb), streams, *weights)
+        return hc_mix_ref(y, streams, post, logits, *weights)
+    return launches.run("hc_mix", (y, post, logits), streams, *weights)
 
 
-def _hc_mix_head_cuda(y, streams, post, comb, *weights):
+def _hc_mix_head_cuda(y, streams, post, logits, *weights):
     if streams.dtype == torch.float32:
-        return hc_mix_head_ref(y, streams, post, comb, *weights)
-    return launches.run("hc_mix_head", (y, post, comb), streams, *weights, None)[1]
-
-
-def _projection(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
-    return torch.nn.functional.linear(rms_norm(streams.flatten(1), None, eps), fn)
+        return hc_mix_head_ref(y, streams, post, logits, *weights)
+    return launches.run("hc_mix_head", (y, post, logits), streams, *weights, head=True)[1]
 
 
 def _pre_fake(streams, fn, base, scale, norm_weight, eps, hc_eps, iterations):
@@ -93,13 +107,8 @@ def hc_pre_ref(
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The equations above; the collapsed input is rounded to the streams' dtype before its RMSNorm and after it."""
-    n = streams.shape[1]
-    pre, post, comb = _projection(streams, fn, eps).split((n, n, n * n), dim=-1)
-    pre = torch.sigmoid(pre * scale[0] + base[:n]) + hc_eps
-    post = 2 * torch.sigmoid(post * scale[1] + base[n : 2 * n])
-    comb = sinkhorn((comb * scale[2] + base[2 * n :]).unflatten(-1, (n, n)), iterations, hc_eps)
-    collapsed = torch.einsum("tn,tnh->th", pre, streams.float()).to(streams.dtype)
-    return rms_norm(collapsed, norm_weight, eps).to(streams.dtype), post, comb
+    x, post, logits = collapse(streams, fn, base, scale, norm_weight, eps, hc_eps)
+    return x, post, sinkhorn(logits, iterations, hc_eps)
 
 
 def hc_pre(
@@ -156,16 +165,16 @@ def hc_head(
 
 
 @op(
-    "hc_mix(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, "
+    "hc_mix(Tensor y, Tensor streams, Tensor post, Tensor logits, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, "
     "float eps, float hc_eps, int iterations) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=lambda y, streams, post, comb, *weights: (streams.new_empty(streams.shape), *_pre_fake(streams, *weights)),
+    fake=lambda y, streams, post, logits, *weights: (streams.new_empty(streams.shape), *_pre_fake(streams, *weights)),
     cuda=_hc_mix_cuda,
 )
 def hc_mix_ref(
     y: Tensor,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor,
+    logits: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -174,16 +183,16 @@ def hc_mix_ref(
     hc_eps: float,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hc_post, then hc_pre of its rounded result."""
-    mixed = hc_post_ref(y, streams, post, comb)
-    return mixed, *hc_pre_ref(mixed, fn, base, scale, norm_weight, eps, hc_eps, iterations)
+    """hc_post with the comb of `logits`, then x, post and logits of its rounded result."""
+    mixed = hc_post_ref(y, streams, post, sinkhorn(logits, iterations, hc_eps))
+    return mixed, *collapse(mixed, fn, base, scale, norm_weight, eps, hc_eps)
 
 
 def hc_mix(
     y: Tensor,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor,
+    logits: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -193,14 +202,14 @@ def hc_mix(
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What lies between two sublayers. Of the one before: its result y [T, H] (bf16 or float32), the streams [T, N, H] it
-    read, its post float32 [T, N] and comb float32 [T, N, N]. Of the one after: float32 fn [2N + N*N, N*H], base [2N + N*N],
-    scale [3], norm_weight [H]. Returns the mixed streams and what hc_pre makes of them: x [T, H], post, comb."""
-    return torch.ops.dsv4.hc_mix(y, streams, post, comb, fn, base, scale, norm_weight, eps, hc_eps, iterations)
+    read, its post float32 [T, N] and the logits of its comb float32 [T, N, N]. Of the one after: float32 fn [2N + N*N, N*H],
+    base [2N + N*N], scale [3], norm_weight [H]. Returns the mixed streams, and of them x [T, H], post and logits for it."""
+    return torch.ops.dsv4.hc_mix(y, streams, post, logits, fn, base, scale, norm_weight, eps, hc_eps, iterations)
 
 
 @op(
-    "hc_mix_head(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, Tensor base, Tensor scale, "
-    "Tensor norm_weight, float eps, float hc_eps) -> Tensor",
+    "hc_mix_head(Tensor y, Tensor streams, Tensor post, Tensor logits, Tensor fn, Tensor base, Tensor scale, "
+    "Tensor norm_weight, float eps, float hc_eps, int iterations) -> Tensor",
     fake=lambda y, streams, *rest: streams.new_empty((streams.shape[0], streams.shape[2])),
     cuda=_hc_mix_head_cuda,
 )
@@ -208,29 +217,33 @@ def hc_mix_head_ref(
     y: Tensor,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor,
+    logits: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
     norm_weight: Tensor,
     eps: float,
     hc_eps: float,
+    iterations: int,
 ) -> Tensor:
-    """hc_post, then hc_head of its rounded result."""
-    return hc_head_ref(hc_post_ref(y, streams, post, comb), fn, base, scale, norm_weight, eps, hc_eps)
+    """hc_post with the comb of `logits`, then hc_head of its rounded result."""
+    mixed = hc_post_ref(y, streams, post, sinkhorn(logits, iterations, hc_eps))
+    return hc_head_ref(mixed, fn, base, scale, norm_weight, eps, hc_eps)
 
 
 def hc_mix_head(
     y: Tensor,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor,
+    logits: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
     norm_weight: Tensor,
     eps: float,
     hc_eps: float,
+    iterations: int,
 ) -> Tensor:
-    """After the last sublayer: y, streams, post, comb as in hc_mix, the other arguments and the result as in hc_head."""
-    return torch.ops.dsv4.hc_mix_head(y, streams, post, comb, fn, base, scale, norm_weight, eps, hc_eps)
+    """After the last sublayer: y, streams, post, logits and iterations as in hc_mix, the other arguments and the result as
+    in hc_head."""
+    return torch.ops.dsv4.hc_mix_head(y, streams, post, logits, fn, base, scale, norm_weight, eps, hc_eps, iterations)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsv4.ops.hyper_connection import collapse, sinkhorn
 from tests.gpu import small_kernels
 from tests.gpu.small_kernels import assert_close, assert_replay_equals, call, poison, reference
 from tests.ops.cases import assert_same_bits
@@ -29,9 +30,14 @@ def streams_of(draw, tokens, hidden, n=4):
 
 
 def before(draw, tokens, hidden, y_dtype=BF16, n=4):
-    """y, streams, post, comb as a sublayer leaves them."""
-    y = draw.normal(tokens, hidden, dtype=y_dtype, outliers=30.0)
-    return y, streams_of(draw, tokens, hidden, n), draw.uniform(0, 2, tokens, n), draw.uniform(0, 1, tokens, n, n)
+    """y, streams, post, logits as a sublayer leaves them; the logits' combs converge soon, late or not at all."""
+    y, spread = draw.normal(tokens, hidden, dtype=y_dtype, outliers=30.0), draw.uniform(0, 6, tokens, 1, 1)
+    return y, streams_of(draw, tokens, hidden, n), draw.uniform(0, 2, tokens, n), draw.normal(tokens, n, n) * spread
+
+
+def collapsed(mixed, rest):
+    """x, post and logits of the streams that the kernel rounded, in float32."""
+    return collapse(mixed.float(), *small_kernels.to_device(rest)[:-1])
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -40,28 +46,54 @@ def test_hc_mix(tokens, hidden, draw):
     """The streams against the reference; the rest against the reference of the streams that the kernel rounded."""
     y_dtype = (BF16, torch.float32)[tokens % 2]
     args, rest = before(draw, tokens, hidden, y_dtype), weights(draw, hidden)
-    wanted = reference("hc_post", *args)
+    wanted = reference("hc_mix", *args, *rest)[0]
     poison(wanted.to(BF16), wanted[:, 0].to(BF16), wanted[:, :, 0], wanted[:, :, :4])
-    mixed, x, post, comb = call("hc_mix", *args, *rest)
-    assert mixed.dtype == x.dtype == BF16 and post.dtype == comb.dtype == torch.float32
+    mixed, x, post, logits = call("hc_mix", *args, *rest)
+    assert mixed.dtype == x.dtype == BF16 and post.dtype == logits.dtype == torch.float32
     assert_close(mixed, wanted, *ROUNDED)
-    for result, value, tolerance in zip(
-        (x, post, comb), reference("hc_pre", mixed, *rest), (TWICE, EXACT, EXACT), strict=True
-    ):
+    for result, value, tolerance in zip((x, post, logits), collapsed(mixed, rest), (TWICE, EXACT, EXACT), strict=True):
         assert_close(result, value, *tolerance)
     head = weights(draw, hidden, head=True)
     poison(wanted[:, 0].to(BF16))
-    assert_close(call("hc_mix_head", *args, *head), reference("hc_head", mixed, *head), *TWICE)
+    assert_close(call("hc_mix_head", *args, *head, 20), reference("hc_head", mixed, *head), *TWICE)
 
 
 @pytest.mark.parametrize("tokens", (1, 6, 32, 140))
-def test_the_first_mix_leaves_the_streams(tokens, draw):
-    streams, rest = streams_of(draw, tokens, 4096), weights(draw, 4096)
-    y, post, comb = torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(tokens, 4), torch.eye(4).repeat(tokens, 1, 1)
-    mixed, *results = call("hc_mix", y, streams, post, comb, *rest)
-    assert_same_bits(mixed.cpu(), streams)
-    for result, wanted in zip(results, call("hc_pre", streams, *rest), strict=True):
-        assert_same_bits(result, wanted)
+def test_the_first_mix_spreads_the_embedding(tokens, draw):
+    embedding, rest = streams_of(draw, tokens, 4096)[:, 0].contiguous(), weights(draw, 4096)
+    nothing = torch.zeros(tokens, 4, 4096, dtype=BF16), torch.ones(tokens, 4), draw.normal(tokens, 4, 4)
+    mixed, *results = call("hc_mix", embedding, *nothing, *rest)
+    assert_same_bits(mixed.cpu(), embedding[:, None].expand(-1, 4, -1))
+    for result, value, tolerance in zip(results, collapsed(mixed, rest), (TWICE, EXACT, EXACT), strict=True):
+        assert_close(result, value, *tolerance)
+
+
+@pytest.mark.parametrize("spread", (0.0, 0.3, 3.0, 10.0))
+@pytest.mark.parametrize("tokens", (1, 8, 40, 200))
+def test_combs_of_logits(tokens, spread, draw):
+    """Logits that converge at once, soon and not at all; 1, 2 and 20 iterations; hc_eps from none to large."""
+    y, streams, post, logits = before(draw, tokens, 256)
+    for iterations in (1, 2, 20):
+        for hc_eps in (1e-6, 0.1):
+            args = y, streams, post * 0, logits * spread, *weights(draw, 256)[:-2], hc_eps, iterations
+            assert_close(call("hc_mix", *args)[0], reference("hc_mix", *args)[0], *ROUNDED)
+
+
+def test_logits_that_change_until_the_wait(draw):
+    """Launches one right after another, each of logits that the one before wrote: whatever was made of them as they were when
+    a block began is made anew. Their memory held other logits before."""
+    y, *first = small_kernels.to_device(before(draw, 1, 4096))
+    sites = [small_kernels.to_device(weights(draw, 4096)) for _ in range(12)]
+    for _ in range(5):
+        streams, post, logits = first
+        results = []
+        poison(*[logits] * 20)
+        for site in sites:
+            given = streams, post, logits
+            streams, x, post, logits = call("hc_mix", y, *given, *site)
+            results.append((given, site, streams))
+        for given, site, mixed in results:
+            assert_close(mixed, reference("hc_mix", y, *given, *site)[0], *ROUNDED)
 
 
 @pytest.mark.parametrize("n", (1, 2, 3))
@@ -69,8 +101,8 @@ def test_the_first_mix_leaves_the_streams(tokens, draw):
 def test_other_numbers_of_streams(tokens, n, draw):
     args, rest = before(draw, tokens, 256, n=n), weights(draw, 256, n=n)
     mixed, *results = call("hc_mix", *args, *rest)
-    assert_close(mixed, reference("hc_post", *args), *ROUNDED)
-    for result, value, tolerance in zip(results, reference("hc_pre", mixed, *rest), (TWICE, EXACT, EXACT), strict=True):
+    assert_close(mixed, reference("hc_mix", *args, *rest)[0], *ROUNDED)
+    for result, value, tolerance in zip(results, collapsed(mixed, rest), (TWICE, EXACT, EXACT), strict=True):
         assert_close(result, value, *tolerance)
 
 
@@ -88,7 +120,8 @@ def test_hc_pre_and_hc_head(tokens, hidden, draw):
 @pytest.mark.parametrize("dtype", (BF16, torch.float32), ids=str)
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_hc_post(hidden, dtype, draw):
-    args = before(draw, 5, hidden, dtype)
+    *args, logits = before(draw, 5, hidden, dtype)
+    args.append(sinkhorn(logits, 20, 1e-6))
     expected = reference("hc_post", *args)
     poison(expected.to(BF16))
     assert_close(call("hc_post", *args), expected, *ROUNDED)
@@ -97,8 +130,8 @@ def test_hc_post(hidden, dtype, draw):
 def test_large_batch(draw):
     args, rest = before(draw, 1200, 256), weights(draw, 256)
     mixed, *results = call("hc_mix", *args, *rest)
-    assert_close(mixed, reference("hc_post", *args), *ROUNDED)
-    for result, value in zip(results, reference("hc_pre", mixed, *rest), strict=True):
+    assert_close(mixed, reference("hc_mix", *args, *rest)[0], *ROUNDED)
+    for result, value in zip(results, collapsed(mixed, rest), strict=True):
         assert_close(result, value, *TWICE)
 
 
@@ -143,12 +176,12 @@ def test_replay_equals_eager(tokens, draw):
     head = small_kernels.to_device(weights(draw, 4096, head=True))
 
     def run():
-        streams, post, comb = first
+        streams, post, logits = first
         x, results = y, []
         for site in sites:
-            streams, x, post, comb = call("hc_mix", x, streams, post, comb, *site)
-            results += [streams, x, post, comb]
-        return *results, call("hc_mix_head", x, streams, post, comb, *head)
+            streams, x, post, logits = call("hc_mix", x, streams, post, logits, *site)
+            results += [streams, x, post, logits]
+        return *results, call("hc_mix_head", x, streams, post, logits, *head, 20)
 
     assert_replay_equals(run)
 

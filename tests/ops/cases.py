@@ -298,7 +298,7 @@ def _hc_mix(draw: Draw, dtype: torch.dtype) -> tuple:
 
 
 def _hc_mix_head(draw: Draw, dtype: torch.dtype) -> tuple:
-    return *_hc_post(draw, dtype), *_hc_head(draw, dtype)[1:]
+    return *_hc_post(draw, dtype), *_hc_head(draw, dtype)[1:], 20
 
 
 def _linear_fp32(draw: Draw, dtype: torch.dtype) -> tuple:

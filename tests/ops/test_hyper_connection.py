@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.ops.hyper_connection import sinkhorn
 from tests.ops.cases import assert_near, assert_same_bits
 from tests.ops.oracles import hf, randomise, tiny_config
 
@@ -242,9 +243,10 @@ def test_hc_mix_chain_matches_transformers(dtype, draw):
     modules = [randomise(hf.DeepseekV4HyperConnection(config), draw) for _ in range(2)]
     norms = [randomise(hf.DeepseekV4RMSNorm(32, EPS), draw) for _ in range(2)]
     weights = [(m.fn.data, m.base.data, m.scale.data, n.weight.data) for m, n in zip(modules, norms, strict=True)]
-    streams, y = draw.normal(9, 4, 32, dtype=dtype, outliers=10.0), draw.normal(9, 32, dtype=dtype)
-    _, _, post, comb = first_mix(streams, weights[0], 0.01)
-    mixed, x, *after = ops.hc_mix(y, streams, post, comb, *weights[1], EPS, 0.01, config.hc_sinkhorn_iters)
+    embedding, y = draw.normal(9, 32, dtype=dtype, outliers=10.0), draw.normal(9, 32, dtype=dtype)
+    streams, _, post, logits = first_mix(embedding, weights[0], 0.01)
+    args = *weights[1], EPS, 0.01, config.hc_sinkhorn_iters
+    mixed, x, post_after, logits_after = ops.hc_mix(y, streams, post, logits, *args)
     assert mixed.dtype == x.dtype == dtype
     hf_post, hf_comb, _ = modules[0](streams[None].float())
     wanted = hf_post[0][..., None] * y.float()[:, None] + hf_comb[0].transpose(1, 2) @ streams.float()
@@ -253,26 +255,26 @@ def test_hc_mix_chain_matches_transformers(dtype, draw):
     expected = norms[1](collapsed[0].float())
     tolerance = 2**-6 if dtype == torch.bfloat16 else 2e-5
     assert ((x.float() - expected).abs() <= tolerance * (expected.abs() + 0.01)).all()
-    for got, value in zip(after, (wanted_post[0], wanted_comb[0]), strict=True):
-        assert got.dtype == torch.float32
-        assert_near(got, value)
+    assert post_after.dtype == logits_after.dtype == torch.float32
+    assert_near(post_after, wanted_post[0])
+    assert_near(sinkhorn(logits_after, config.hc_sinkhorn_iters, 0.01), wanted_comb[0])
 
 
-def first_mix(streams, weights, hc_eps=EPS):
-    """hc_mix as the first sublayer calls it: nothing came before."""
-    tokens, n, hidden = streams.shape
-    y, post, comb = streams.new_zeros(tokens, hidden), torch.zeros(tokens, n), torch.eye(n).expand(tokens, n, n)
-    return ops.hc_mix(y, streams, post, comb, *weights, EPS, hc_eps, 20)
+def first_mix(embedding, weights, hc_eps=EPS):
+    """hc_mix as the first sublayer calls it: nothing came before but the embedding."""
+    tokens, hidden = embedding.shape
+    zeros, post, logits = embedding.new_zeros(tokens, 4, hidden), torch.ones(tokens, 4), torch.zeros(tokens, 4, 4)
+    return ops.hc_mix(embedding, zeros, post, logits, *weights, EPS, hc_eps, 20)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_first_mix_leaves_the_streams(dtype, draw):
-    """y = 0, post = 0, comb = identity: the streams keep their bits, and the rest is hc_pre of them."""
+def test_the_first_mix_spreads_the_embedding(dtype, draw):
+    """y = the embedding, post = 1, streams of zeros: all streams have its bits, and the rest is hc_pre of them."""
     (weights,) = sites(draw, 1)
-    streams = draw.normal(6, 4, 8, dtype=dtype, outliers=1e4)
-    mixed, *rest = first_mix(streams, weights)
-    assert_same_bits(mixed, streams)
-    for got, wanted in zip(rest, ops.hc_pre(streams, *weights, EPS, EPS, 20), strict=True):
+    embedding = draw.normal(6, 8, dtype=dtype, outliers=1e4)
+    mixed, x, post, logits = first_mix(embedding, weights)
+    assert_same_bits(mixed, embedding[:, None].expand(-1, 4, -1))
+    for got, wanted in zip((x, post, sinkhorn(logits, 20, EPS)), ops.hc_pre(mixed, *weights, EPS, EPS, 20), strict=True):
         assert_same_bits(got, wanted)
 
 
@@ -280,16 +282,18 @@ def test_the_first_mix_leaves_the_streams(dtype, draw):
 def test_a_chain_of_mixes_is_pre_and_post_in_turn(y_dtype, draw):
     """Three sublayers and the head, bf16 streams: the rounded streams are what the next projection sees."""
     weights, (head,) = sites(draw, 3), sites(draw, 1, rows=4)
-    streams = plain = draw.normal(5, 4, 8, dtype=torch.bfloat16)
-    y, post, comb = torch.zeros(5, 8), torch.zeros(5, 4), torch.eye(4).repeat(5, 1, 1)
+    y = draw.normal(5, 8, dtype=torch.bfloat16)
+    streams, post, logits = y.new_zeros(5, 4, 8), torch.ones(5, 4), draw.normal(5, 4, 4)
+    plain = y[:, None].expand(-1, 4, -1)
     for site in weights:
-        streams, x, post, comb = ops.hc_mix(y, streams, post, comb, *site, EPS, EPS, 20)
+        streams, x, post, logits = ops.hc_mix(y, streams, post, logits, *site, EPS, EPS, 20)
+        comb = sinkhorn(logits, 20, EPS)
         plain_x, plain_post, plain_comb = ops.hc_pre(plain, *site, EPS, EPS, 20)
         for got, wanted in zip((streams, x, post, comb), (plain, plain_x, plain_post, plain_comb), strict=True):
             assert_same_bits(got, wanted)
         y = draw.normal(5, 8, dtype=y_dtype)
         plain = ops.hc_post(y, plain, plain_post, plain_comb)
     head = *head[:2], head[2][:1], head[3]
-    got = ops.hc_mix_head(y, streams, post, comb, *head, EPS, EPS)
+    got = ops.hc_mix_head(y, streams, post, logits, *head, EPS, EPS, 20)
     assert_same_bits(got, ops.hc_head(plain, *head, EPS, EPS))
     assert_near(plain.float(), (post[..., None] * y.float()[:, None] + comb.mT @ streams.float()), torch.bfloat16)

@@ -21,11 +21,12 @@ def variants():
         for head, rows in ((0, 24), (1, 4)):
             for is_float in (0, 1):
                 sizes = f"HEAD={head}", "N=4", f"H={hidden}", f"Y_FLOAT={is_float}"
-                found["hyper_connection_prefill.cu", sizes] = 0
+                for logits in (0, 1):
+                    found["hyper_connection_prefill.cu", (*sizes, f"LOGITS={logits}")] = 0
                 for tokens in (1, 8, 16, 32):
                     plan = Plan.of(tokens, hidden)
-                    for post in (0, 1) if tokens == 1 else (1,):
-                        defines = *sizes, f"POST={post}", *plan.defines()
+                    for logits in (0, 1) if tokens == 1 else (1,):
+                        defines = *sizes, f"LOGITS={logits}", *plan.defines()
                         found["hyper_connection.cu", defines] = plan.shared(rows, 4, hidden)
     return [(*key, shared) for key, shared in found.items()]
 

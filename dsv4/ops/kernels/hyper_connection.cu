@@ -20,11 +20,15 @@
 //   1. the streams are mixed, rounded and written, a few channels of all N streams a thread
 //   2. a warp multiplies some rows of fn with its part of the columns; the blocks send each other their sums
 //   3. each block collapses its channels; the blocks send each other the squares for the norm
-//   4. meanwhile the last warp of block t takes the Sinkhorn steps of token t
 // The sends of 2 and 3 complete on a barrier of the receiver, which costs half of what a barrier of the cluster does.
 //
-// Defines: N streams, H hidden, HEAD (no coefficients but pre; the streams are not written), POST (0: the streams are mixed
-// already), Y_FLOAT, CLUSTER, HELD, TT.
+// comb comes as logits and goes as logits. Most often these were written some kernels before, so the last warp of each block
+// makes comb of them before the wait, as they then are, and looks after the wait whether they have changed since. (Sinkhorn's
+// steps at the end of the launch that writes the logits kept the next kernel waiting for 1.4 to 3.6 us.) The other warps ask
+// for its weights: behind those of all warps it would begin 2 us later.
+//
+// Defines: N streams, H hidden, HEAD (no coefficients but pre; the streams are not written), LOGITS (0: there is nothing to mix
+// in, and comb itself is the result), Y_FLOAT, CLUSTER, HELD, TT.
 #include "hyper_connection.cuh"
 
 constexpr int WARPS = 16, THREADS = WARPS * 32;
@@ -40,9 +44,9 @@ constexpr int KEPT = HELD < QUADS ? HELD : QUADS;
 constexpr int STRIDE = (ROWS + 4) / 4 * 4;                  // sums of a token: the rows', then the square of the streams
 constexpr int SUMS = TT * STRIDE;
 constexpr int BATCH = TT < 4 ? TT : 4;                      // tokens a warp multiplies at a time
-// Words of two channels of each stream a thread has in steps 1 and 3.
-constexpr int MIXED = TT * SLICE / 2 <= THREADS ? 1 : 2, A_TOKEN = SLICE / 2 / MIXED;
-constexpr int COLLAPSERS = WARPS - (HEAD ? 0 : 1);  // the last warp has the Sinkhorn steps
+// Words of two channels of each stream a thread has in steps 1 and 3; the last warp, which makes comb, none if it can be.
+constexpr int MIXED = TT * SLICE / 2 <= THREADS - 32 ? 1 : 2, A_TOKEN = SLICE / 2 / MIXED;
+constexpr int COLLAPSERS = WARPS - (HEAD || LOGITS ? 0 : 1);
 constexpr int WORDS = TT * ((SLICE + 63) / 64) <= COLLAPSERS ? 1 : TT * ((SLICE + 127) / 128) <= COLLAPSERS ? 2 : 4;
 constexpr int PARTS = (SLICE + 64 * WORDS - 1) / (64 * WORDS);  // warps that share a token in step 3
 static_assert(H % 8 == 0 && TT * A_TOKEN <= THREADS && TT * PARTS <= COLLAPSERS && CLUSTER <= WARPS, "");
@@ -56,7 +60,8 @@ struct Shared {
   float parts[COLUMN_GROUPS][SUMS];      // of this block
   float all[CLUSTER][SUMS];              // of the cluster
   float squares[TT][CLUSTER * PARTS];
-  alignas(16) float comb[TT][N * N];     // what it begins as
+  alignas(16) float comb[TT][N * N];     // or its logits
+  float4 last[KEPT > 0 ? KEPT : 1][32];  // weights that the last warp has not asked for itself
   alignas(16) float norm[SLICE];
   float base[ROWS], scale[3];
   u64 arrived[2];                        // the sums, the squares
@@ -72,11 +77,21 @@ DEVICE float total(const Shared& shared, int t) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
+// A lane's row of a token's logits, which another kernel may still be writing, as it is in the L2.
+DEVICE void load_row(const float* from, float (&x)[N]) {
+  if constexpr (N == 4) {
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(from));
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x[j]) : "l"(from + j));
+  }
+}
+
 // The inverse root mean square of token t's streams; `sum` as total() gave it.
 DEVICE float inverse_rms(float sum, float eps) { return rsqrtf(__shfl_sync(~0u, sum, ROWS) * (1.f / K) + eps); }
 
 KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2 : 1)
-    hc_mix(const void* y, const u32* streams, const float* post, const float* comb, const float* __restrict__ fn,
+    hc_mix(const void* y, const u32* streams, const float* post, const float* logits, const float* __restrict__ fn,
            const float* __restrict__ base, const float* __restrict__ scale, const float* __restrict__ norm_weight, float eps,
            float hc_eps, int iterations, int tokens, u32* mixed_out, u32* x_out, float* post_out, float* comb_out) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -85,19 +100,35 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   __shared__ Shared shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank();
   const i64 token0 = static_cast<i64>(blockIdx.x / CLUSTER) * TT;
-  if (HEAD) let_next_kernel_start();
+  const bool makes_comb = LOGITS && warp == WARPS - 1;
+  // Of the cluster's tokens, the one that lanes 4 t .. 4 t + 3 make comb of.
+  auto own_token = [&] { return static_cast<int>(min(static_cast<i64>(min(lane / 4, TT - 1)), tokens - 1 - token0)); };
+  auto own_logits = [&](float(&x)[N]) { load_row(logits + (token0 + own_token()) * N * N + min(lane % 4, N - 1) * N, x); };
+  float early[N];
+  if (makes_comb) own_logits(early);
+  let_next_kernel_start();
 
   const int column_group = warp % COLUMN_GROUPS, first_row = warp / COLUMN_GROUPS * RPW;
   float4 kept[KEPT > 0 ? KEPT : 1];
-#pragma unroll
-  for (int q = 0; q < QUADS; ++q) {
-    const int chunk = q / RPW * COLUMN_GROUPS + column_group, row = first_row + q % RPW;
+  // Where quad q of a warp's weights comes from; null if there is none.
+  auto source = [&](int of, int q) {
+    const int chunk = q / RPW * COLUMN_GROUPS + of % COLUMN_GROUPS, row = of / COLUMN_GROUPS * RPW + q % RPW;
     const int local = chunk * 128 + lane * 4, channel = rank * SLICE + local % SLICE;
-    const bool exists = local < COLUMNS && channel < H && row < ROWS;
-    // Also a copy of nothing needs an address inside: a memory checker does not know that it reads nothing.
-    const float* from = exists ? fn + static_cast<i64>(row) * K + local / SLICE * H + channel : fn;
-    if (q < KEPT) kept[q] = exists ? __ldg(reinterpret_cast<const float4*>(from)) : make_float4(0.f, 0.f, 0.f, 0.f);
-    else copy_16(shared_address(&weights[q - KEPT][threadIdx.x]), from, exists ? 16 : 0);
+    return local < COLUMNS && channel < H && row < ROWS ? fn + static_cast<i64>(row) * K + local / SLICE * H + channel : nullptr;
+  };
+  // Also a copy of nothing needs an address inside: a memory checker does not know that it reads nothing.
+  auto copy = [&](float4* to, const float* from) { copy_16(shared_address(to), from ? from : fn, from ? 16 : 0); };
+  if (!makes_comb) {
+#pragma unroll
+    for (int q = 0; q < QUADS; ++q) {
+      const float* from = source(warp, q);
+      if (q < KEPT) kept[q] = from ? __ldg(reinterpret_cast<const float4*>(from)) : make_float4(0.f, 0.f, 0.f, 0.f);
+      else copy(&weights[q - KEPT][threadIdx.x], from);
+    }
+    if (LOGITS)  // and those of the last warp
+#pragma unroll 1
+      for (int q = warp; q < QUADS; q += WARPS - 1)
+        copy(q < KEPT ? &shared.last[q][lane] : &weights[q - KEPT][THREADS - 32 + lane], source(WARPS - 1, q));
   }
   const u32 arrived[2] = {shared_address(&shared.arrived[0]), shared_address(&shared.arrived[1])};
   if (threadIdx.x == 0) {
@@ -114,9 +145,25 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
     copy_16(shared_address(&shared.norm[threadIdx.x * 4]), norm_weight + rank * SLICE + threadIdx.x * 4, 16);
   for (int i = threadIdx.x; i < TT * (CHUNKS * 128 - COLUMNS); i += THREADS)
     mixed[i % TT][COLUMNS + i / TT] = 0;
-  wait_for_previous_kernel();
-  // Not earlier: what comes next begins with its weights, which would delay what this one and the one before still read.
-  if (!HEAD) let_next_kernel_start();
+  if (!makes_comb) {
+    wait_for_previous_kernel();
+  } else {
+#pragma unroll 1
+    for (bool waited = false;; waited = true) {
+      float x[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) x[j] = early[j];
+      make_comb(x, hc_eps, iterations);
+      if (lane / 4 == own_token() && lane % 4 < N) store(&shared.comb[lane / 4][lane % 4 * N], x);
+      if (waited) break;
+      wait_for_previous_kernel();
+      own_logits(x);
+      bool same = true;
+#pragma unroll
+      for (int j = 0; j < N; ++j) same = same && __float_as_uint(x[j]) == __float_as_uint(early[j]), early[j] = x[j];
+      if (__all_sync(~0u, same)) break;
+    }
+  }
 
   {
     // All that the kernel before wrote is on its way at once.
@@ -129,14 +176,15 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
     for (int n = 0; n < N; ++n)
       if (real) before[n] = reinterpret_cast<const Vector<MIXED>*>(streams)[at + n * (H / 2 / MIXED)];
     alignas(16) float to[N] = {}, from[N * N] = {};
-    if (POST && real) {
+    if (LOGITS && real) {
 #pragma unroll
       for (int i = 0; i < MIXED; ++i) update[i] = load_pair(y, (token * (H / 2 / MIXED) + v) * MIXED + i);
       load(post + token * N, to);
-      load(comb + token * N * N, from);
     }
     cluster_wait();  // every block of the cluster has its barriers
-    if (POST && real) {
+    if (LOGITS) __syncthreads();  // comb is made
+    if (LOGITS && real) {
+      load(shared.comb[t], from);
 #pragma unroll
       for (int i = 0; i < MIXED; ++i) {
         u32 old[N], fresh[N];
@@ -149,13 +197,16 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      if (!POST) after[n] = before[n];
+      if (!LOGITS) after[n] = before[n];
       else if (!HEAD && real) reinterpret_cast<Vector<MIXED>*>(mixed_out)[at + n * (H / 2 / MIXED)] = after[n];
       if (threadIdx.x < TT * A_TOKEN) reinterpret_cast<Vector<MIXED>*>(&mixed[t][n * SLICE])[local] = after[n];
     }
   }
   wait_for_copies();
   __syncthreads();
+#pragma unroll
+  for (int q = 0; q < KEPT; ++q)
+    if (makes_comb) kept[q] = shared.last[q][lane];
 
 #pragma unroll 1
   for (int begin = 0; begin < TT; begin += BATCH) {
@@ -204,16 +255,23 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
 
   const int row = lane < ROWS ? lane : 0;
   const float row_scale = shared.scale[HEAD ? 0 : scale_of(row)], row_base = shared.base[row];
-  if (!HEAD && warp == WARPS - 1) {
+  if (!HEAD && !LOGITS && warp == WARPS - 1) {
     barrier_wait_cluster(arrived[0], 0);
     for (int t = rank; t < TT; t += CLUSTER) {
       const float sum = total(shared, t), r = inverse_rms(sum, eps);
-      begin_comb(sum * r * row_scale + row_base, shared.comb[t]);
+      if (lane >= 2 * N && lane < ROWS) shared.comb[t][lane - 2 * N] = sum * r * row_scale + row_base;
     }
-    const int t = rank + lane * CLUSTER;
-    if (t < TT && token0 + t < tokens) sinkhorn(shared.comb[t], hc_eps, iterations, comb_out + (token0 + t) * N * N);
+    __syncwarp();
+    const int t = rank + lane / 4 * CLUSTER, row = min(lane % 4, N - 1) * N;
+    float x[N];
+    load(&shared.comb[min(t, TT - 1)][row], x);
+    make_comb(x, hc_eps, iterations);
+    if (t < TT && token0 + t < tokens && lane % 4 < N) store(comb_out + (token0 + t) * N * N + row, x);
   }
-  const int t = warp / PARTS, part = warp % PARTS, local = part * 32 + lane, v = rank * (SLICE / 2 / WORDS) + local;
+  const int t = warp / PARTS, part = warp % PARTS;
+  int local = part * 32 + lane;
+  asm volatile("" : "+r"(local));  // else step 1's addresses, which may be the same, are kept over the products
+  const int v = rank * (SLICE / 2 / WORDS) + local;
   if (t >= TT) return;
   const bool exists = local < SLICE / 2 / WORDS && v < H / 2 / WORDS;
   Vector<WORDS> from[N] = {};
@@ -225,9 +283,11 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   for (int i = 0; i < WORDS; ++i)
     if (exists) weight[i] = reinterpret_cast<const float2*>(shared.norm)[local * WORDS + i];
   barrier_wait_cluster(arrived[0], 0);
-  const float sum = total(shared, t), r = inverse_rms(sum, eps), gate = sigmoid(sum * r * row_scale + row_base);
-  if (!HEAD && rank == 0 && part == 0 && token0 + t < tokens && lane >= N && lane < 2 * N)
-    post_out[(token0 + t) * N + lane - N] = 2.f * gate;
+  const float sum = total(shared, t), logit = sum * inverse_rms(sum, eps) * row_scale + row_base, gate = sigmoid(logit);
+  if (!HEAD && rank == 0 && part == 0 && token0 + t < tokens && lane >= N && lane < ROWS) {
+    if (lane < 2 * N) post_out[(token0 + t) * N + lane - N] = 2.f * gate;
+    else if (LOGITS) comb_out[(token0 + t) * N * N + lane - 2 * N] = logit;
+  }
   float2 collapsed[WORDS] = {};
 #pragma unroll
   for (int n = 0; n < N; ++n) {

@@ -9,17 +9,6 @@ constexpr int ROWS = HEAD ? N : 2 * N + N * N;  // of fn
 
 DEVICE float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
-// part[i] = the product of all x but x[i]; returns the product of all, which divides part[i] to 1 / x[i].
-DEVICE float products_of_others(const float (&x)[N], float (&part)[N]) {
-  float all[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) all[i] = i < N ? x[i] : 1.f;
-  const float pairs[2] = {all[0] * all[1], all[2] * all[3]};
-#pragma unroll
-  for (int i = 0; i < N; ++i) part[i] = all[i ^ 1] * pairs[1 - i / 2];
-  return pairs[0] * pairs[1];
-}
-
 template <int Count>
 DEVICE void load(const float* from, float (&x)[Count]) {
 #pragma unroll
@@ -39,69 +28,46 @@ DEVICE void store(float* to, const float (&x)[Count]) {
 // Which of the three scales row `row` of fn has.
 DEVICE int scale_of(int row) { return row < N ? 0 : row < 2 * N ? 1 : 2; }
 
-// One warp, lane i < ROWS with logit i of a token: the powers of the softmax left in k [N * N], not yet divided by their sums.
-DEVICE void begin_comb(float logit, float* k) {
-  const int entry = static_cast<int>(threadIdx.x & 31) - 2 * N, first = 2 * N + (entry >= 0 ? entry / N * N : 0);
-  float top = NEG_INF;
+// One warp, of which lanes 4 t + i have row i of token t: logits [N] become comb, Sinkhorn(softmax). After each of Sinkhorn's
+// steps comb is k[i][j] / (row[i] * column[j]): dividing row i by its sum + eps makes row[i] = sum over j of k[i][j] /
+// column[j] + eps * row[i]. At first row[i] is the sum of the softmax. When an iteration moves no column of a token by more
+// than 2^-18, the next one is its last: those that are left move them ever less. (One lane for all rows takes a step in 50
+// cycles, this in 65, but its instructions are four times as many, and seldom in the caches.)
+DEVICE void make_comb(float (&x)[N], float hc_eps, int iterations) {
+  const bool exists = (threadIdx.x & 3) < N;
+  u32 words[4] = {};
+  float across[N], top = NEG_INF, row = 0.f, column = 1.f;
 #pragma unroll
-  for (int j = 0; j < N; ++j) top = fmaxf(top, __shfl_sync(~0u, logit, first + j));
-  if (entry >= 0 && entry < N * N) k[entry] = __expf(logit - top);
-  __syncwarp();
-}
-
-// The Sinkhorn steps, by one thread, from what begin_comb left. After each of them comb is k[i][j] / (row[i] * column[j]):
-// dividing row i by its sum + eps makes row[i] = sum over j of k[i][j] / column[j] + eps * row[i]. At first row[i] is the
-// sum of the softmax. A reciprocal is by_row[i] * row_scale: what takes long is a factor of all four, and the next sums are
-// formed before it is there (50 cycles a step, 70 with the reciprocals themselves). The product of four sums stays a
-// number, as no sum is far below eps. When an iteration moves no column by more than 2^-18, the next one is the last: those
-// that are left move them ever less.
-DEVICE void sinkhorn(const float* from, float hc_eps, int iterations, float* comb_out) {
-  float k[N][N], transposed[N][N], row[N], column[N], by_row[N], by_column[N], row_scale, column_scale;
-  alignas(16) float comb[N * N];
-  load(from, comb);
+  for (int j = 0; j < N; ++j) top = fmaxf(top, x[j]);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float sum = comb[i * N];
+  for (int j = 0; j < N; ++j) row += x[j] = __expf(x[j] - top);
 #pragma unroll
-    for (int j = 1; j < N; ++j) sum += comb[i * N + j];
-    row[i] = sum;
-    column[i] = 1.f;
+  for (int j = 0; j < N; ++j) x[j] = exists ? fmaf(hc_eps, row, x[j]) : 0.f, words[j] = __float_as_uint(x[j]);
+  transpose4(words);
 #pragma unroll
-    for (int j = 0; j < N; ++j) transposed[j][i] = k[i][j] = fmaf(hc_eps, sum, comb[i * N + j]);
-  }
-  row_scale = fast_reciprocal(products_of_others(row, by_row));
-  auto divide = [&](const float(&by)[N][N], const float(&others)[N], float scale, float(&sums)[N], float(&by_sums)[N]) {
+  for (int j = 0; j < N; ++j) across[j] = __uint_as_float(words[j]);
+  // This lane's sum of `by` over those that the others have of the other kind, and its reciprocal.
+  auto divide = [&](const float(&by)[N], float others, float& sum) {
+    sum *= hc_eps;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float sum = by[i][0] * others[0];
-#pragma unroll
-      for (int j = 1; j < N; ++j) sum = fmaf(by[i][j], others[j], sum);
-      sums[i] = fmaf(sum, scale, sums[i] * hc_eps);
-    }
-    return fast_reciprocal(products_of_others(sums, by_sums));
+    for (int j = 0; j < N; ++j) sum = fmaf(by[j], __shfl_sync(~0u, others, j, 4), sum);
+    return exists ? fast_reciprocal(sum) : 0.f;
   };
-  column_scale = divide(transposed, by_row, row_scale, column, by_column);
+  float by_row = exists ? fast_reciprocal(row) : 0.f, by_column = divide(across, by_row, column);
+  int last = iterations;  // of this token
 #pragma unroll 1
-  for (int left = iterations - 1; left > 0; left -= 2) {  // two at a time, of which the first is watched
-    float before[N];
-    bool moved = false;
-#pragma unroll
-    for (int j = 0; j < N; ++j) before[j] = column[j];
-    row_scale = divide(k, by_column, column_scale, row, by_row);
-    column_scale = divide(transposed, by_row, row_scale, column, by_column);
-    if (left == 1) break;
-#pragma unroll
-    for (int j = 0; j < N; ++j) moved |= !(fabsf(column[j] - before[j]) <= 0x1p-18f * before[j]);
-    row_scale = divide(k, by_column, column_scale, row, by_row);
-    column_scale = divide(transposed, by_row, row_scale, column, by_column);
-    if (!moved) break;
+  for (int i = 1; i < iterations; ++i) {
+    float new_row = row, new_column = column;
+    const float new_by_row = divide(x, by_column, new_row), new_by_column = divide(across, new_by_row, new_column);
+    const u32 moved = __ballot_sync(~0u, !(fabsf(new_column - column) <= 0x1p-18f * column));
+    if (i < last) {
+      row = new_row, column = new_column, by_row = new_by_row, by_column = new_by_column;
+      if (!(moved >> (threadIdx.x & 28) & 15)) last = min(last, i + 2);
+    }
+    if (__all_sync(~0u, i + 1 >= last)) break;
   }
-  const float scale = row_scale * column_scale;
 #pragma unroll
-  for (int i = 0; i < N; ++i)
-#pragma unroll
-    for (int j = 0; j < N; ++j) comb[i * N + j] = k[i][j] * (by_row[i] * scale) * by_column[j];
-  store(comb_out, comb);
+  for (int j = 0; j < N; ++j) x[j] *= by_row * __shfl_sync(~0u, by_column, j, 4);
 }
 
 // Two neighbouring channels a word of bf16: mixed[k] = post[k] y + the sum over j of comb[j][k] streams[j], rounded.

@@ -64,31 +64,42 @@ def _check(name, streams, fn, base, scale, norm_weight, head: bool) -> None:
     require(name, fn.shape == (rows, n * hidden), f"fn must be {(rows, n * hidden)}, found {tuple(fn.shape)}")
 
 
-def _check_post(name, y, streams, post, comb) -> None:
+def _check_post(name, y, streams, post, **comb) -> None:
     _, n, hidden = streams.shape
     require_tensors(name, torch.bfloat16, streams=streams)
-    require_tensors(name, torch.float32, post=post, comb=comb)
+    require_tensors(name, torch.float32, post=post, **comb)
     require(name, y.dtype in (torch.bfloat16, torch.float32), f"y must be bf16 or float32, found {y.dtype}")
     require_tensors(name, y.dtype, y=y)
     require(name, hidden % 8 == 0, f"hidden must be a multiple of 8, found {hidden}")
     require(name, 1 <= n <= 4, f"1 to 4 streams, found {n}")
 
 
-def _sizes(streams: Tensor, y: Tensor | None, head: bool) -> tuple[str, ...]:
+def _defines(streams: Tensor, y: Tensor | None, head: bool, logits: bool) -> tuple[str, ...]:
     _, n, hidden = streams.shape
     y_float = y is not None and y.dtype == torch.float32
-    return f"HEAD={int(head)}", f"N={n}", f"H={hidden}", f"Y_FLOAT={int(y_float)}"
+    return f"HEAD={int(head)}", f"N={n}", f"H={hidden}", f"Y_FLOAT={int(y_float)}", f"LOGITS={int(logits)}"
 
 
-def run_post(name: str, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """hc_post."""
+def run_post(
+    name: str,
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor | None = None,
+    logits: Tensor | None = None,
+    hc_eps: float = 0.0,
+    iterations: int = 0,
+) -> Tensor:
+    """hc_post with `comb`, or with that of `logits`."""
     tokens, _, hidden = streams.shape
-    y, streams, post, comb = y.contiguous(), streams.contiguous(), post.contiguous(), comb.contiguous()
-    _check_post(name, y, streams, post, comb)
+    y, streams, post = y.contiguous(), streams.contiguous(), post.contiguous()
+    given = {"comb": comb.contiguous()} if logits is None else {"logits": logits.contiguous()}
+    _check_post(name, y, streams, post, **given)
     mixed = torch.empty_like(streams)
     if tokens:
-        launch = kernel("hyper_connection_prefill.cu", "hc_post", *_sizes(streams, y, False))
-        launch((-(-hidden // 8 // POST_THREADS), tokens), POST_THREADS, y, streams, post, comb, mixed, pdl=True)
+        launch = kernel("hyper_connection_prefill.cu", "hc_post", *_defines(streams, y, False, logits is not None))
+        grid = -(-hidden // 8 // POST_THREADS), tokens
+        launch(grid, POST_THREADS, y, streams, post, *given.values(), hc_eps, iterations, mixed, pdl=True)
     return mixed
 
 
@@ -102,32 +113,35 @@ def run(
     norm_weight: Tensor,
     eps: float,
     hc_eps: float,
-    iterations: int | None,
+    iterations: int,
+    head: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Mix the streams with `before` = (y, post, comb) of the sublayer before, unless None, then collapse them. Returns
-    the mixed streams (or `streams`), x, post, comb; without `iterations` it is the head, and post and comb are None."""
+    """Mix the streams with `before` = (y, post, logits of comb) of the sublayer before, then collapse them. Returns the
+    mixed streams, x, post, logits. With None instead of `before`: `streams`, x, post and comb itself. `head`: post and
+    comb are None."""
     tokens, n, hidden = streams.shape
-    head, streams = iterations is None, streams.contiguous()
+    streams, logits = streams.contiguous(), before is not None
     _check(name, streams, fn, base, scale, norm_weight, head)
     x = streams.new_empty((tokens, hidden))
     post, comb = (None, None) if head else (fn.new_empty((tokens, n)), fn.new_empty((tokens, n, n)))
-    constants = base, scale, norm_weight, eps, hc_eps, iterations or 0
+    constants = base, scale, norm_weight, eps, hc_eps, iterations
     if tokens > SMALL:
         if before:
-            streams = run_post(name, before[0], streams, *before[1:])
+            y, old_post, old_logits = before
+            streams = run_post(name, y, streams, old_post, None, old_logits, hc_eps, iterations)
         products = torch.mm(streams.flatten(1), _split(fn).t(), out_dtype=torch.float32)
-        launch = kernel("hyper_connection_prefill.cu", "hc_finish", *_sizes(streams, None, head))
+        launch = kernel("hyper_connection_prefill.cu", "hc_finish", *_defines(streams, None, head, logits))
         launch(tokens, FINISH_THREADS, streams, products, *constants, 3, x, post, comb, pdl=True)
         return streams, x, post, comb
-    y, old_post, old_comb = (t.contiguous() for t in before) if before else (None, None, None)
+    y, old_post, old_logits = (t.contiguous() for t in before) if before else (None, None, None)
     if before:
-        _check_post(name, y, streams, old_post, old_comb)
+        _check_post(name, y, streams, old_post, logits=old_logits)
     mixed = torch.empty_like(streams) if before and not head else streams
     if tokens:
         plan = Plan.of(tokens, hidden)
-        defines = *_sizes(streams, y, head), f"POST={int(before is not None)}", *plan.defines()
+        defines = *_defines(streams, y, head, logits), *plan.defines()
         shared = plan.shared(fn.shape[0], n, hidden)
         launch = raised(kernel("hyper_connection.cu", "hc_mix", *defines), shared, plan.cluster)
-        arguments = y, streams, old_post, old_comb, fn, *constants, tokens, mixed, x, post, comb
+        arguments = y, streams, old_post, old_logits, fn, *constants, tokens, mixed, x, post, comb
         launch(-(-tokens // plan.tokens), 32 * WARPS, *arguments, shared=shared, cluster=plan.cluster, pdl=True)
     return mixed, x, post, comb

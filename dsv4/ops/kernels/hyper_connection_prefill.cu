@@ -3,26 +3,41 @@
 // Bytes at 2048 tokens, Flash: hc_post 151 MB, hc_finish 84 MB. Measured on an H200 in a CUDA graph: all three 33 us at 256
 // tokens, 104 us at 2048, of which hc_post is 39 (90 % of the copy rate).
 //
-// Defines: N streams, H hidden, HEAD, Y_FLOAT.
+// Defines: N streams, H hidden, HEAD, Y_FLOAT, LOGITS (as in hyper_connection.cu).
 #include "hyper_connection.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int VECTORS = H / 8, PER_THREAD = (VECTORS + THREADS - 1) / THREADS;
 static_assert(H % 8 == 0 && ROWS <= THREADS, "");
 
+// One warp: comb of one token's logits.
+DEVICE void take_comb(const float* logits, float hc_eps, int iterations, float* comb) {
+  const int lane = threadIdx.x & 31, row = min(lane & 3, N - 1);
+  float x[N];
+  load(logits + row * N, x);
+  make_comb(x, hc_eps, iterations);
+  if (lane < N) store(comb + lane * N, x);
+}
+
 // blocks (8-channel vectors, token)
-KERNEL hc_post(const void* y, const uint4* streams, const float* post, const float* comb, uint4* mixed) {
+KERNEL hc_post(const void* y, const uint4* streams, const float* post, const float* comb, float hc_eps, int iterations, uint4* mixed) {
+  __shared__ alignas(16) float made[N * N];
   const int v = blockIdx.x * blockDim.x + threadIdx.x;
   const i64 token = blockIdx.y;
   let_next_kernel_start();
   wait_for_previous_kernel();
-  if (v >= VECTORS) return;
-  uint4 before[N], after[N];
+  uint4 before[N] = {}, after[N];
 #pragma unroll
-  for (int n = 0; n < N; ++n) before[n] = streams[(token * N + n) * VECTORS + v];
+  for (int n = 0; n < N; ++n)
+    if (v < VECTORS) before[n] = streams[(token * N + n) * VECTORS + v];
   alignas(16) float to[N], from[N * N];
   load(post + token * N, to);
-  load(comb + token * N * N, from);
+  if (LOGITS) {
+    if (threadIdx.x < 32) take_comb(comb + token * N * N, hc_eps, iterations, made);
+    __syncthreads();
+  }
+  load(LOGITS ? made : comb + token * N * N, from);
+  if (v >= VECTORS) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     u32 old[N], fresh[N];
@@ -37,13 +52,13 @@ KERNEL hc_post(const void* y, const uint4* streams, const float* post, const flo
 }
 
 // One block a token: collapse, norm and coefficients from products [T, parts, ROWS] of the streams with parts of fn. The last
-// warp has the Sinkhorn steps.
+// warp has post and comb.
 KERNEL __launch_bounds__(THREADS + 32)
     hc_finish(const uint4* streams, const float* products, const float* __restrict__ base, const float* __restrict__ scale,
               const float* __restrict__ norm_weight, float eps, float hc_eps, int iterations, int parts, uint4* x_out,
               float* post, float* comb) {
   __shared__ float m[ROWS], scratch[2][WARPS];
-  __shared__ alignas(16) float k[N * N];
+  __shared__ alignas(16) float logits[N * N];
   const int warp = threadIdx.x >> 5;
   const i64 token = blockIdx.x;
   uint4 x[PER_THREAD][N];
@@ -77,8 +92,10 @@ KERNEL __launch_bounds__(THREADS + 32)
       const int lane = threadIdx.x & 31;
       const float logit = lane < ROWS ? m[lane] * scale[scale_of(lane)] + base[lane] : 0.f;
       if (lane >= N && lane < 2 * N) post[token * N + lane - N] = 2.f * sigmoid(logit);
-      begin_comb(logit, k);
-      if (lane == 0) sinkhorn(k, hc_eps, iterations, comb + token * N * N);
+      float* to = LOGITS ? comb + token * N * N : logits;
+      if (lane >= 2 * N && lane < ROWS) to[lane - 2 * N] = logit;
+      __syncwarp();
+      if (!LOGITS) take_comb(logits, hc_eps, iterations, comb + token * N * N);
     }
     return;
   }

@@ -33,10 +33,22 @@ struct Rows {
   static_assert(K % 1024 == 0 && FIT >= 1, "");
 };
 
-// This block's share of `total` things.
+// This block's share of `total` things. The last LATE blocks begin last, where hyper-connections ran until their end: the others
+// have what the busiest would have anyway, and these the rest.
+constexpr int LATE = 16;
 struct Range {
   int first, last;
-  DEVICE explicit Range(u32 total) : first(blockIdx.x * total / gridDim.x), last((blockIdx.x + 1) * total / gridDim.x) {}
+  DEVICE explicit Range(int total) {
+    const int block = blockIdx.x, most = (total + gridDim.x - 1) / gridDim.x, others = gridDim.x - LATE;
+    const int rest = total - others * most, late = block - others;
+    if (others < 0 || rest < 0) {
+      first = block * total / gridDim.x, last = (block + 1) * total / gridDim.x;
+    } else if (late < 0) {
+      first = block * most, last = first + most;
+    } else {
+      first = others * most + late * rest / LATE, last = others * most + (late + 1) * rest / LATE;
+    }
+  }
   DEVICE int size() const { return last - first; }
 };
 
