@@ -253,15 +253,7 @@ attend_heads(const bf16* q, const bf16* kv, const u8* ring, const u8* entries, c
         }
         v[s] = pack_bf16(low, high);
       }
-#pragma unroll
-      for (int far = 1; far < 4; far *= 2)
-#pragma unroll
-        for (int s = 0; s < 4; ++s) {
-          if (s & far) continue;
-          const u32 other = __shfl_xor_sync(~0u, t & far ? v[s] : v[s + far], far);
-          if (t & far) v[s] = other;
-          else v[s + far] = other;
-        }
+      transpose4(v);
       if (head < heads - first_head) rows_out[head * (DIM / 8) + step + t] = make_uint4(v[0], v[1], v[2], v[3]);
     };
     auto share_of = [&](int r, float2 all) { return fast_reciprocal(fast_exp2(sink[row + 8 * r] - all.x) + all.y); };

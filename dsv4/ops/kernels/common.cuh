@@ -75,6 +75,11 @@ DEVICE float fast_reciprocal(float x) {
   return r;
 }
 
+DEVICE float clamped_swiglu(float gate, float up, float limit) {
+  gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
+  return gate * fast_reciprocal(1.f + __expf(-gate)) * up;
+}
+
 // A barrier among `threads` threads of the block; `id` 0 is __syncthreads.
 DEVICE void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 

@@ -236,11 +236,9 @@ struct PairScales {
   }
 };
 
-// A pair of a slot times several activations, each `pitch` pieces after the one before: the lane's part of both rows' sums,
-// without what is not on the diagonal. Chains: independent sums, to hide the latency of mma.
-template <int F, bool Up, int Count, int Chains>
-DEVICE void multiply(const u8* slot, int pair, const uint4* const (&activations)[Count], const PairScales<F, Up>& of,
-                     float2 (&sums)[Count]) {
+// A pair of a slot times activations: the lane's part of both rows' sums, without what is not on the diagonal.
+template <int F, bool Up>
+DEVICE float2 multiply(const u8* slot, int pair, const uint4* activations, const PairScales<F, Up>& of) {
   using R = Rows<F, Up>;
   constexpr int PARTS = F == FP4 ? 1 : F == FP8 ? 2 : 4;  // pieces of 16 bytes that a lane has of a row at a time
   const int lane = threadIdx.x & 31;
@@ -248,15 +246,14 @@ DEVICE void multiply(const u8* slot, int pair, const uint4* const (&activations)
   const uint4 *low = reinterpret_cast<const uint4*>(row), *high = reinterpret_cast<const uint4*>(row + R::HIGH * R::ROW);
   const u8* scales = slot + 2 * R::GROUP * R::ROW + pair * R::LOW * R::SCALES + lane * 2;
   const bool odd = lane & 4;
-  float acc[Count][Chains][4] = {};
-  auto diagonal = [&](int n) {
-    float x = odd ? acc[n][0][1] : acc[n][0][0], y = odd ? acc[n][0][3] : acc[n][0][2];
-    if (Chains == 2) x += odd ? acc[n][Chains - 1][1] : acc[n][Chains - 1][0], y += odd ? acc[n][Chains - 1][3] : acc[n][Chains - 1][2];
+  float acc[2][4] = {};  // independent sums, to hide the latency of mma
+  auto diagonal = [&] {
+    float x = odd ? acc[0][1] : acc[0][0], y = odd ? acc[0][3] : acc[0][2];
+    x += odd ? acc[1][1] : acc[1][0], y += odd ? acc[1][3] : acc[1][2];
     return make_float2(x, y);
   };
-#pragma unroll
-  for (int n = 0; n < Count; ++n) sums[n] = make_float2(0.f, 0.f);
-#pragma unroll (Count > 1 || F != FP4 ? 1 : 2)
+  float2 sums = make_float2(0.f, 0.f);
+#pragma unroll (F != FP4 ? 1 : 2)
   for (int i = 0; i < R::K / 1024; ++i) {
     uint4 a[PARTS], b[PARTS];
 #pragma unroll
@@ -284,36 +281,26 @@ DEVICE void multiply(const u8* slot, int pair, const uint4* const (&activations)
 #pragma unroll
         for (int j = 0; j < 4; ++j) x[j] = word(a[w], j), y[j] = word(b[w], j);
       }
-#pragma unroll
-      for (int n = 0; n < Count; ++n) {
-        const uint4 v = activations[n][(i * 4 + w) * 32 + lane];
-        mma<F>(acc[n][0], x[0], y[0], x[1], y[1], v.x, v.y);
-        mma<F>(acc[n][Chains - 1], x[2], y[2], x[3], y[3], v.z, v.w);
-      }
+      const uint4 v = activations[(i * 4 + w) * 32 + lane];
+      mma<F>(acc[0], x[0], y[0], x[1], y[1], v.x, v.y);
+      mma<F>(acc[1], x[2], y[2], x[3], y[3], v.z, v.w);
     }
     if constexpr (F == FP8) {
       const float low_block = of.low_blocks.of_turn(i), high_block = of.high_blocks.of_turn(i);
+      const float2 part = diagonal();
+      sums.x = fmaf(low_block, part.x, sums.x);
+      sums.y = fmaf(high_block, part.y, sums.y);
 #pragma unroll
-      for (int n = 0; n < Count; ++n) {
-        const float2 part = diagonal(n);
-        sums[n].x = fmaf(low_block, part.x, sums[n].x);
-        sums[n].y = fmaf(high_block, part.y, sums[n].y);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) acc[n][0][j] = acc[n][Chains - 1][j] = 0.f;
-      }
+      for (int j = 0; j < 4; ++j) acc[0][j] = acc[1][j] = 0.f;
     }
   }
   const bool counts = lane / 8 == lane % 4;
-#pragma unroll
-  for (int n = 0; n < Count; ++n) {
-    if (F != FP8) sums[n] = diagonal(n);
-    sums[n] = make_float2(counts ? sums[n].x * RAW<F> * of.whole.x : 0.f, counts ? sums[n].y * RAW<F> * of.whole.y : 0.f);
-  }
+  if (F != FP8) sums = diagonal();
+  return make_float2(counts ? sums.x * RAW<F> * of.whole.x : 0.f, counts ? sums.y * RAW<F> * of.whole.y : 0.f);
 }
 
 // A value of h from gate's sum in the warp's first lanes and up's in the others; what counts is in the first.
 DEVICE float swiglu(float sum, float limit) {
-  const float gate = fminf(sum, limit), up = fminf(fmaxf(__shfl_xor_sync(~0u, sum, 16), -limit), limit);
-  return gate * fast_reciprocal(1.f + __expf(-gate)) * up;
+  return clamped_swiglu(sum, __shfl_xor_sync(~0u, sum, 16), limit);
 }
 #endif

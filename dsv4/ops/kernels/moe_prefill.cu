@@ -235,11 +235,6 @@ DEVICE void decode_atom(u32 codes, const u8* scales, int lane, int atom, const b
   }
 }
 
-DEVICE float gated(float gate, float up, float limit) {
-  gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
-  return gate * fast_reciprocal(1.f + __expf(-gate)) * up;
-}
-
 // Not branches, which the compiler would make of a condition.
 DEVICE void store_if(bool stored, __nv_bfloat16* to, float v) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.global.b16 [%0], %1;\n}"
@@ -268,7 +263,7 @@ DEVICE void store_tile(const Product& p, const Tile& tile, const float (&sums)[C
       const float first = sums[j * 4 + e] * (entry.factor * scale[0]), second = sums[j * 4 + 2 + e] * (entry.factor * scale[1]);
       if (GATE_UP)
         store_if(column < live, static_cast<__nv_bfloat16*>(p.out) + static_cast<i64>(tile.first + column) * p.rows + row,
-                 gated(first, second, p.limit) * entry.last);
+                 clamped_swiglu(first, second, p.limit) * entry.last);
       else
         store_if(column < live, static_cast<float*>(p.out) + static_cast<i64>(__float_as_int(entry.last)) * p.rows + row, first,
                  second);

@@ -109,7 +109,7 @@ DEVICE float prepare_row(const uint4* from, uint4* to, int r, int live, int k, i
 #pragma unroll
     for (int o = 16; o; o >>= 1) largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, o));
     const int shift = fp16_shift(static_cast<int>(larger(largest) >> 7));
-    scale = __int_as_float((127 + shift) << 23), inverse = __int_as_float((127 - shift) << 23);
+    scale = two_to(shift), inverse = two_to(-shift);
   }
 #pragma unroll 4
   for (int first = 0; first < pitch / 8; first += 32) {

@@ -169,11 +169,9 @@ struct Multiplier {
     constexpr int GROUP = Rows<F, Up>::GROUP;
     const int slot = first_slot + j / GROUP, pairs = (Up ? order.up : order.down).size();
     const u8* weights = shared.ring.wait(memory, slot);
-    const uint4* const rows[1] = {activations};
-    float2 sums[1];
-    multiply<F, Up, 1, 2>(weights, j % GROUP, rows, scales, sums);
+    const float2 sums = multiply<F, Up>(weights, j % GROUP, activations, scales);
     shared.ring.leave<GROUP>(slot, j, pairs);
-    return sums[0];
+    return sums;
   }
 
   // Expert number s: the warp's values of h. `scales`: of its first pair, of any in NVFP4.
