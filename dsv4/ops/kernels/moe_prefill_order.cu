@@ -101,24 +101,15 @@ DEVICE uint4 piece_of(uint4 v, float scale) {
 template <int F>
 DEVICE float prepare_row(const uint4* from, uint4* to, int r, int live, int k, int pitch) {
   const int lane = threadIdx.x & 31;
-  float scale = 1.f, inverse = 1.f;
-  if (F != BF16) {
-    u32 largest = 0;
-#pragma unroll 8
-    for (int i = lane; i < k / 8; i += 32) largest = __vmaxu2(largest, largest_of_8(from[i]));
-#pragma unroll
-    for (int o = 16; o; o >>= 1) largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, o));
-    const int shift = fp16_shift(static_cast<int>(larger(largest) >> 7));
-    scale = two_to(shift), inverse = two_to(-shift);
-  }
+  const int shift = F == BF16 ? 0 : row_shift(from, k / 8);
 #pragma unroll 4
   for (int first = 0; first < pitch / 8; first += 32) {
     const int i = first + lane;
     const uint4 v = i < k / 8 ? from[i] : make_uint4(0, 0, 0, 0);
-    const uint4 piece = F == BF16 ? v : piece_of<F>(v, scale);
+    const uint4 piece = F == BF16 ? v : piece_of<F>(v, two_to(shift));
     if (i < pitch / 8) to[(i / 8 * live + r) * 8 + (i % 8 ^ (r & 7))] = piece;
   }
-  return inverse;
+  return two_to(-shift);
 }
 
 // x bf16 [*, k], of which an entry of a tile has the row of its token, or without `by_token` that of its place in the order ->

@@ -199,13 +199,8 @@ DEVICE int activation_pitch(const Slice<F>& s) { return s.steps * STEP_K<F> * 2 
 template <int F>
 DEVICE uint4 operand8(uint4 v, float scale) {
   if (F == BF16) return v;
-  constexpr int order[8] = {0, F == FP4 ? 4 : 1, F == FP4 ? 1 : 2, F == FP4 ? 5 : 3, F == FP4 ? 2 : 4, F == FP4 ? 6 : 5,
-                            F == FP4 ? 3 : 6, 7};
-  float f[8];
-  unpack8(v, f);
   u32 w[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) w[j] = pack_fp16(f[order[2 * j]] * scale, f[order[2 * j + 1]] * scale);
+  fp16_pairs<F == FP4 ? 4 : 1>(v, scale, w);
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
@@ -225,28 +220,14 @@ DEVICE void put8(u8* to, int i, uint4 v, float scale) {
 // of two it was multiplied with. k is a multiple of 8; the rest of `steps` steps is zeros.
 template <int F>
 DEVICE float stage_token(u8* to, const __nv_bfloat16* x, int k, int steps, int worker, int workers) {
-  const int lane = threadIdx.x & 31;
-  float scale = 1.f, inverse = 1.f;
-  if (F != BF16) {
-    u32 largest = 0;
-#pragma unroll 8
-    for (int i = lane; i < k / 8; i += 32) {
-      const uint4 v = *reinterpret_cast<const uint4*>(x + i * 8);
-      largest = __vmaxu2(largest, largest_of_8(v));
-    }
-#pragma unroll
-    for (int o = 16; o; o >>= 1) largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, o));
-    const int shift = fp16_shift(static_cast<int>(larger(largest) >> 7));
-    scale = two_to(shift);
-    inverse = two_to(-shift);
-  }
+  const int shift = F == BF16 ? 0 : row_shift(reinterpret_cast<const uint4*>(x), k / 8);
 #pragma unroll 2
   for (int i = worker; i < steps * (STEP_K<F> / 8); i += workers) {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (i < k / 8) v = *reinterpret_cast<const uint4*>(x + i * 8);
-    put8<F>(to, i, v, scale);
+    put8<F>(to, i, v, two_to(shift));
   }
-  return inverse;
+  return two_to(-shift);
 }
 
 // A barrier among the KW warps of a row group, so that the groups need not wait for each other.
