@@ -165,8 +165,8 @@ def hc_head(
 
 
 @op(
-    "hc_mix(Tensor y, Tensor streams, Tensor post, Tensor logits, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, "
-    "float eps, float hc_eps, int iterations) -> (Tensor, Tensor, Tensor, Tensor)",
+    "hc_mix(Tensor y, Tensor streams, Tensor post, Tensor logits, Tensor fn, Tensor base, Tensor scale, "
+    "Tensor norm_weight, float eps, float hc_eps, int iterations) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=lambda y, streams, post, logits, *weights: (streams.new_empty(streams.shape), *_pre_fake(streams, *weights)),
     cuda=_hc_mix_cuda,
 )
@@ -202,8 +202,9 @@ def hc_mix(
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What lies between two sublayers. Of the one before: its result y [T, H] (bf16 or float32), the streams [T, N, H] it
-    read, its post float32 [T, N] and the logits of its comb float32 [T, N, N]. Of the one after: float32 fn [2N + N*N, N*H],
-    base [2N + N*N], scale [3], norm_weight [H]. Returns the mixed streams, and of them x [T, H], post and logits for it."""
+    read, its post float32 [T, N] and the logits of its comb float32 [T, N, N]. Of the one after: float32 fn
+    [2N + N*N, N*H], base [2N + N*N], scale [3], norm_weight [H]. Returns the mixed streams, and of them x [T, H], post and
+    logits for it."""
     return torch.ops.dsv4.hc_mix(y, streams, post, logits, fn, base, scale, norm_weight, eps, hc_eps, iterations)
 
 

@@ -96,6 +96,7 @@ def test_compiled_decode_is_the_eager_one(draw):
     for one in both:
         state = one.runner.state
         state.slots.fill_(-1)
+        state.positions.zero_()  # other tests' requests have left theirs
         state.seen.zero_()
         state.temperature.fill_(0)
         state.remaining[0], state.remaining[2] = 1000, 40

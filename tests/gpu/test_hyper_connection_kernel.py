@@ -80,8 +80,8 @@ def test_combs_of_logits(tokens, spread, draw):
 
 
 def test_logits_that_change_until_the_wait(draw):
-    """Launches one right after another, each of logits that the one before wrote: whatever was made of them as they were when
-    a block began is made anew. Their memory held other logits before."""
+    """Launches one right after another, each of logits that the one before wrote: what was made of them as they were when a
+    block began is made anew. Their memory held other logits before."""
     y, *first = small_kernels.to_device(before(draw, 1, 4096))
     sites = [small_kernels.to_device(weights(draw, 4096)) for _ in range(12)]
     for _ in range(5):
@@ -90,7 +90,7 @@ def test_logits_that_change_until_the_wait(draw):
         poison(*[logits] * 20)
         for site in sites:
             given = streams, post, logits
-            streams, x, post, logits = call("hc_mix", y, *given, *site)
+            streams, _, post, logits = call("hc_mix", y, *given, *site)
             results.append((given, site, streams))
         for given, site, mixed in results:
             assert_close(mixed, reference("hc_mix", y, *given, *site)[0], *ROUNDED)

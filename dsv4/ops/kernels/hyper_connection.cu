@@ -24,8 +24,9 @@
 //
 // comb comes as logits and goes as logits. Most often these were written some kernels before, so the last warp of each block
 // makes comb of them before the wait, as they then are, and looks after the wait whether they have changed since. (Sinkhorn's
-// steps at the end of the launch that writes the logits kept the next kernel waiting for 1.4 to 3.6 us.) The other warps ask
-// for its weights: behind those of all warps it would begin 2 us later.
+// steps at the end of the launch that writes the logits kept the next kernel waiting for 1.4 to 3.6 us in a step of Flash.)
+// That takes it 3 us, of which one is the logits' way and much the instructions', so it begins with that, its code stands in
+// one piece, and the other warps ask for its weights.
 //
 // Defines: N streams, H hidden, HEAD (no coefficients but pre; the streams are not written), LOGITS (0: there is nothing to mix
 // in, and comb itself is the result), Y_FLOAT, CLUSTER, HELD, TT.
@@ -101,11 +102,6 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank();
   const i64 token0 = static_cast<i64>(blockIdx.x / CLUSTER) * TT;
   const bool makes_comb = LOGITS && warp == WARPS - 1;
-  // Of the cluster's tokens, the one that lanes 4 t .. 4 t + 3 make comb of.
-  auto own_token = [&] { return static_cast<int>(min(static_cast<i64>(min(lane / 4, TT - 1)), tokens - 1 - token0)); };
-  auto own_logits = [&](float(&x)[N]) { load_row(logits + (token0 + own_token()) * N * N + min(lane % 4, N - 1) * N, x); };
-  float early[N];
-  if (makes_comb) own_logits(early);
   let_next_kernel_start();
 
   const int column_group = warp % COLUMN_GROUPS, first_row = warp / COLUMN_GROUPS * RPW;
@@ -118,7 +114,27 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
   };
   // Also a copy of nothing needs an address inside: a memory checker does not know that it reads nothing.
   auto copy = [&](float4* to, const float* from) { copy_16(shared_address(to), from ? from : fn, from ? 16 : 0); };
-  if (!makes_comb) {
+  if (makes_comb) {
+    // Of the cluster's tokens, lanes 4 t .. 4 t + 3 have the one with number t, or the last.
+    const int t = static_cast<int>(min(static_cast<i64>(min(lane / 4, TT - 1)), tokens - 1 - token0));
+    const float* const from = logits + (token0 + t) * N * N + min(lane % 4, N - 1) * N;
+    float given[N], x[N];
+    load_row(from, given);
+#pragma unroll 1
+    for (bool waited = false;; waited = true) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) x[j] = given[j];
+      make_comb(x, hc_eps, iterations);
+      if (lane / 4 == t && lane % 4 < N) store(&shared.comb[t][lane % 4 * N], x);
+      if (waited) break;
+      wait_for_previous_kernel();
+      load_row(from, x);
+      bool same = true;
+#pragma unroll
+      for (int j = 0; j < N; ++j) same = same && __float_as_uint(x[j]) == __float_as_uint(given[j]), given[j] = x[j];
+      if (__all_sync(~0u, same)) break;
+    }
+  } else {
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
       const float* from = source(warp, q);
@@ -145,25 +161,7 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
     copy_16(shared_address(&shared.norm[threadIdx.x * 4]), norm_weight + rank * SLICE + threadIdx.x * 4, 16);
   for (int i = threadIdx.x; i < TT * (CHUNKS * 128 - COLUMNS); i += THREADS)
     mixed[i % TT][COLUMNS + i / TT] = 0;
-  if (!makes_comb) {
-    wait_for_previous_kernel();
-  } else {
-#pragma unroll 1
-    for (bool waited = false;; waited = true) {
-      float x[N];
-#pragma unroll
-      for (int j = 0; j < N; ++j) x[j] = early[j];
-      make_comb(x, hc_eps, iterations);
-      if (lane / 4 == own_token() && lane % 4 < N) store(&shared.comb[lane / 4][lane % 4 * N], x);
-      if (waited) break;
-      wait_for_previous_kernel();
-      own_logits(x);
-      bool same = true;
-#pragma unroll
-      for (int j = 0; j < N; ++j) same = same && __float_as_uint(x[j]) == __float_as_uint(early[j]), early[j] = x[j];
-      if (__all_sync(~0u, same)) break;
-    }
-  }
+  if (!makes_comb) wait_for_previous_kernel();
 
   {
     // All that the kernel before wrote is on its way at once.

@@ -20,7 +20,8 @@ DEVICE void take_comb(const float* logits, float hc_eps, int iterations, float* 
 }
 
 // blocks (8-channel vectors, token)
-KERNEL hc_post(const void* y, const uint4* streams, const float* post, const float* comb, float hc_eps, int iterations, uint4* mixed) {
+KERNEL hc_post(const void* y, const uint4* streams, const float* post, const float* comb, float hc_eps, int iterations,
+               uint4* mixed) {
   __shared__ alignas(16) float made[N * N];
   const int v = blockIdx.x * blockDim.x + threadIdx.x;
   const i64 token = blockIdx.y;
