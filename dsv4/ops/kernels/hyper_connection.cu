@@ -2,14 +2,14 @@
 //
 // Bytes at one token: Flash (H 4096) fn 24 x 16384 float32 = 1.57 MB, streams read and written 64 KB, norm 16 KB: 0.4 us at
 // 4.25 TB/s; Pro (H 7168) 2.75 MB, 0.7 us. All is latency.
-// Measured on an H200 in a CUDA graph, each launch taking the results of the one before and, unlike here, letting the next
-// start at once: Flash 3.1 us at 1 token, 4.1 at 4, 4.6 at 8, 7.0 at 32; the head 2.2 at 1; Pro 3.5 at 1. Between two
-// linears of 17 MB it adds 3.1 us at 1 token, its blocks coming while the linear runs; where they come when it leaves, the
-// 98 KB of weights that each then takes in are 2 us. Of 3.1 us the Sinkhorn steps after the first are 0.5.
-// In cycles after the wait, at 1 token: the sums are sent at 2,300 to 2,500, there at 2,900, x is written at 4,400, comb at
-// 5,500 when it converges slowly. Tried and not faster: the square of x from inner products of the streams, exchanged while
-// the sums are (x at 3,800, but the launch slower by 0.3 us); the streams written behind the first exchange; the weights
-// that lie in shared memory taken to registers while the streams come.
+// Measured on an H200 in a CUDA graph, launches one after another: Flash 2.8 us at 1 token, 3.8 at 8, 8.8 at 32 (at the power
+// limit); the head 2.5 at 1; Pro 3.2 at 1. In a step it takes 3 to 4 us after wo_b, beside which its blocks come early; after
+// the experts, whose blocks leave no room, 5 to 6, as the 98 KB of weights that each block then takes in come beside those of
+// the next kernel. To let that start later costs more: 1.2 us a layer after the wait, 4 after the mixing.
+// In cycles after the wait, at 1 token: the sums are sent at 2,300 to 2,500, there at 2,900, x is written at 4,400. Tried and
+// not faster: the square of x from inner products of the streams, exchanged while the sums are (x at 3,800, but the launch
+// slower by 0.3 us); the streams written behind the first exchange; the weights that lie in shared memory taken to registers
+// while the streams come.
 // Products on the tensor cores, with fn as two bf16, were faster from 16 tokens on (5.7 us at 32, 7.7 at 64), but no decode
 // step with them was: splitting the weights adds to that time.
 //
