@@ -11,7 +11,8 @@ All of it in float32 with one rounding at the end, as the official code does.
 Between two sublayers X'_k of the first and x of the second follow one another: hc_mix does both, and hc_mix_head ends the
 model. They take and give the logits of comb, m scale_2 + base: Sinkhorn's steps need nothing else, so hc_mix's kernel takes
 those of the sublayer before while it waits for that sublayer's y, where at its end the next kernel would wait for them.
-The first sublayer's streams are all the embedding: y mixed with post = 1 into streams of zeros, whatever the logits.
+The first sublayer's streams are all the embedding: y mixed with post = 1 into streams of zeros, with any finite logits (-0
+becomes 0).
 
 On CUDA bf16 streams run kernels/hyper_connection*.cu; float32 streams, the oracle's precision, run the references.
 """

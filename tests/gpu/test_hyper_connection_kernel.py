@@ -79,21 +79,35 @@ def test_combs_of_logits(tokens, spread, draw):
             assert_close(call("hc_mix", *args)[0], reference("hc_mix", *args)[0], *ROUNDED)
 
 
-def test_logits_that_change_until_the_wait(draw):
-    """Launches one right after another, each of logits that the one before wrote: what was made of them as they were when a
-    block began is made anew. Their memory held other logits before."""
-    y, *first = small_kernels.to_device(before(draw, 1, 4096))
-    sites = [small_kernels.to_device(weights(draw, 4096)) for _ in range(12)]
-    for _ in range(5):
+@pytest.mark.parametrize("tokens", (1, 5, 32))
+def test_logits_that_change_until_the_wait(tokens, draw):
+    """Launches one right after another, each of logits that the one before writes: what was made of them as they were when
+    a block began, NaN, or right but for one token, is made anew."""
+    y, *first = small_kernels.to_device(before(draw, tokens, 4096))
+    sites = [small_kernels.to_device(weights(draw, 4096)) for _ in range(6)]
+    head = small_kernels.to_device(weights(draw, 4096, head=True))
+
+    def run():
         streams, post, logits = first
-        results = []
-        poison(*[logits] * 20)
+        results, given = [], []
         for site in sites:
-            given = streams, post, logits
-            streams, _, post, logits = call("hc_mix", y, *given, *site)
-            results.append((given, site, streams))
-        for given, site, mixed in results:
-            assert_close(mixed, reference("hc_mix", y, *given, *site)[0], *ROUNDED)
+            streams, _, post, logits = call("hc_mix", y, streams, post, logits, *site)
+            results.append(streams)
+            given.append(logits)
+        return [*results, call("hc_mix_head", y, streams, post, logits, *head, 20)], given
+
+    expected = [t.clone() for t in run()[0]]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results, given = run()
+    for change in (lambda t: t.fill_(torch.nan), lambda t: t[-1].add_(1.0)):
+        for logits in given:
+            change(logits)
+        graph.replay()
+        torch.cuda.synchronize()
+        for result, wanted in zip(results, expected, strict=True):
+            assert_same_bits(result, wanted)
 
 
 @pytest.mark.parametrize("n", (1, 2, 3))

@@ -15,8 +15,8 @@
 //
 // A cluster of CLUSTER blocks has TT tokens, a block SLICE channels of all N streams and the columns of fn that meet them.
 // fn is on its way before the kernel waits for the one before it: HELD quads of weights a thread in registers, the others in
-// shared memory, where each thread reads only what it copied itself. So a block leaves room for one of another kernel beside
-// it, and starts while that one runs. After the wait:
+// shared memory, where each thread but those of the last warp reads what it copied itself. So a block leaves room for one of
+// another kernel beside it, and starts while that one runs. After the wait:
 //   1. the streams are mixed, rounded and written, a few channels of all N streams a thread
 //   2. a warp multiplies some rows of fn with its part of the columns; the blocks send each other their sums
 //   3. each block collapses its channels; the blocks send each other the squares for the norm
@@ -94,7 +94,8 @@ DEVICE float inverse_rms(float sum, float eps) { return rsqrtf(__shfl_sync(~0u, 
 KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2 : 1)
     hc_mix(const void* y, const u32* streams, const float* post, const float* logits, const float* __restrict__ fn,
            const float* __restrict__ base, const float* __restrict__ scale, const float* __restrict__ norm_weight, float eps,
-           float hc_eps, int iterations, int tokens, u32* mixed_out, u32* x_out, float* post_out, float* comb_out) {
+           float hc_eps, int iterations, int tokens, u32* mixed_out, u32* x_out, float* post_out,
+           float* comb_out) {  // with LOGITS its logits
   extern __shared__ __align__(16) unsigned char memory[];
   float4(*weights)[THREADS] = reinterpret_cast<float4(*)[THREADS]>(memory);             // [QUADS - KEPT][THREADS]
   u16(*mixed)[CHUNKS * 128] = reinterpret_cast<u16(*)[CHUNKS * 128]>(weights + QUADS - KEPT);  // [TT][columns]
@@ -201,7 +202,7 @@ KERNEL __launch_bounds__(THREADS, (QUADS - KEPT) * THREADS * 16 <= 96 * 1024 ? 2
     }
   }
   wait_for_copies();
-  __syncthreads();
+  __syncthreads();  // the streams are mixed, and the last warp's weights are there
 #pragma unroll
   for (int q = 0; q < KEPT; ++q)
     if (makes_comb) kept[q] = shared.last[q][lane];

@@ -30,7 +30,7 @@ class Plan:
         """The plan as measured best on an H200."""
         cluster = cluster_of(-(-hidden // 256))
         slice_ = -(-hidden // 8 // cluster) * 8
-        most = 8 if slice_ <= 256 else 4  # 15 warps, each with at most 256 channels of a token, collapse the streams
+        most = 8 if slice_ <= 256 else 4  # 15 or 16 warps, each with at most 256 channels of a token, collapse the streams
         wanted = max(min(tokens, 2), -(-tokens * cluster // BLOCKS))  # two tokens in a cluster cost less than a second one
         a_cluster = min(most, 1 << (wanted - 1).bit_length())
         return Plan(cluster, a_cluster, 6 if a_cluster <= 2 else 2)
@@ -65,11 +65,16 @@ def _check(name, streams, fn, base, scale, norm_weight, head: bool) -> None:
 
 
 def _check_post(name, y, streams, post, **comb) -> None:
-    _, n, hidden = streams.shape
+    tokens, n, hidden = streams.shape
     require_tensors(name, torch.bfloat16, streams=streams)
     require_tensors(name, torch.float32, post=post, **comb)
     require(name, y.dtype in (torch.bfloat16, torch.float32), f"y must be bf16 or float32, found {y.dtype}")
     require_tensors(name, y.dtype, y=y)
+    for which, value, shape in (
+        ("post", post, (tokens, n)),
+        *((key, value, (tokens, n, n)) for key, value in comb.items()),
+    ):
+        require(name, value.shape == shape, f"{which} must be {shape}, found {tuple(value.shape)}")
     require(name, hidden % 8 == 0, f"hidden must be a multiple of 8, found {hidden}")
     require(name, 1 <= n <= 4, f"1 to 4 streams, found {n}")
 
@@ -81,25 +86,17 @@ def _defines(streams: Tensor, y: Tensor | None, head: bool, logits: bool) -> tup
 
 
 def run_post(
-    name: str,
-    y: Tensor,
-    streams: Tensor,
-    post: Tensor,
-    comb: Tensor | None = None,
-    logits: Tensor | None = None,
-    hc_eps: float = 0.0,
-    iterations: int = 0,
+    name: str, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, steps: tuple[float, int] | None = None
 ) -> Tensor:
-    """hc_post with `comb`, or with that of `logits`."""
+    """hc_post. With `steps`, Sinkhorn's eps and iterations, `comb` comes as logits."""
     tokens, _, hidden = streams.shape
-    y, streams, post = y.contiguous(), streams.contiguous(), post.contiguous()
-    given = {"comb": comb.contiguous()} if logits is None else {"logits": logits.contiguous()}
-    _check_post(name, y, streams, post, **given)
+    y, streams, post, comb = y.contiguous(), streams.contiguous(), post.contiguous(), comb.contiguous()
+    _check_post(name, y, streams, post, **{"logits" if steps else "comb": comb})
     mixed = torch.empty_like(streams)
     if tokens:
-        launch = kernel("hyper_connection_prefill.cu", "hc_post", *_defines(streams, y, False, logits is not None))
+        launch = kernel("hyper_connection_prefill.cu", "hc_post", *_defines(streams, y, False, bool(steps)))
         grid = -(-hidden // 8 // POST_THREADS), tokens
-        launch(grid, POST_THREADS, y, streams, post, *given.values(), hc_eps, iterations, mixed, pdl=True)
+        launch(grid, POST_THREADS, y, streams, post, comb, *(steps or (0.0, 0)), mixed, pdl=True)
     return mixed
 
 
@@ -127,8 +124,8 @@ def run(
     constants = base, scale, norm_weight, eps, hc_eps, iterations
     if tokens > SMALL:
         if before:
-            y, old_post, old_logits = before
-            streams = run_post(name, y, streams, old_post, None, old_logits, hc_eps, iterations)
+            y, *old = before
+            streams = run_post(name, y, streams, *old, (hc_eps, iterations))
         products = torch.mm(streams.flatten(1), _split(fn).t(), out_dtype=torch.float32)
         launch = kernel("hyper_connection_prefill.cu", "hc_finish", *_defines(streams, None, head, logits))
         launch(tokens, FINISH_THREADS, streams, products, *constants, 3, x, post, comb, pdl=True)
