@@ -90,6 +90,7 @@ def test_few_and_many_tokens_agree(draw):
     differences = []
     for t in range(20):
         alone = ops.moe_nvfp4_w4a4(x[t : t + 1], experts[t : t + 1], weights[t : t + 1], *rest)
-        differences.append(((alone[0] - together[t]).abs().max() / together[t].abs().max()).item())
+        largest = together[t].abs().max().clamp(min=1e-30)  # a token may have no expert
+        differences.append(((alone[0] - together[t]).abs().max() / largest).item())
     differences.sort()
     assert differences[14] < 1e-5 and differences[-1] < 0.1  # a value at a midpoint may part a token
