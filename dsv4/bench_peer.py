@@ -3,10 +3,10 @@
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
+import torch
+
+from dsv4.model.config import CSA, HCA, ModelConfig
 
 SHAPE = (
     "vocab_size",
@@ -26,16 +26,12 @@ SHAPE = (
 )
 
 
-def transformers_layer(ours: "ModelConfig", context: int, steps: int, device: str = "cuda") -> dict[str, float]:
+def transformers_layer(ours: ModelConfig, context: int, steps: int, device: str = "cuda") -> dict[str, float]:
     """Seconds a token of one layer of each kind ("CSA", "HCA"), from models of one and of three layers of that kind.
 
     Random weights at the widths of `ours`; `context` tokens are prefilled and then `steps` decoded at batch 1. The time is
     that of the host's clock with the device synchronised, since launching is what bounds it.
     """
-    import torch
-
-    from dsv4.model.config import CSA, HCA
-
     shape = {key: getattr(ours, key) for key in SHAPE}
     seconds = {}
     with torch.device(device), torch.no_grad():
@@ -48,7 +44,6 @@ def transformers_layer(ours: "ModelConfig", context: int, steps: int, device: st
 
 def _token_seconds(shape: dict, layer_type: str, layers: int, context: int, steps: int) -> float:
     """Median time of a decoded token of a model of `layers` alike, on the device that is set."""
-    import torch
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     config = DeepseekV4Config(

@@ -41,8 +41,13 @@ def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> 
     torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol * scale, equal_nan=False)
 
 
-def assert_replay_equals(run: Callable[[], tuple[Tensor, ...]], reset: Callable[[], None] = lambda: None) -> None:
-    """What `run` returns when its capture is replayed three times has the bits of an eager run; `reset` restores state."""
+def assert_replay_equals(
+    run: Callable[[], tuple[Tensor, ...]],
+    reset: Callable[[], None] = lambda: None,
+    spoil: Callable[[tuple[Tensor, ...]], None] = lambda results: None,
+) -> None:
+    """What `run` returns when its capture is replayed three times has the bits of an eager run; before each replay `spoil`
+    may change the captured results, and `reset` restores state."""
     reset()
     expected = [t.clone() for t in run()]
     torch.cuda.synchronize()
@@ -50,6 +55,7 @@ def assert_replay_equals(run: Callable[[], tuple[Tensor, ...]], reset: Callable[
     with torch.cuda.graph(graph):
         results = run()
     for _ in range(3):
+        spoil(results)
         reset()
         graph.replay()
         torch.cuda.synchronize()

@@ -79,37 +79,6 @@ def test_combs_of_logits(tokens, spread, draw):
             assert_close(call("hc_mix", *args)[0], reference("hc_mix", *args)[0], *ROUNDED)
 
 
-@pytest.mark.parametrize("tokens", (1, 5, 32))
-def test_logits_that_change_until_the_wait(tokens, draw):
-    """Launches one right after another, each of logits that the one before writes: what was made of them as they were when
-    a block began, NaN, or right but for one token, is made anew."""
-    y, *first = small_kernels.to_device(before(draw, tokens, 4096))
-    sites = [small_kernels.to_device(weights(draw, 4096)) for _ in range(6)]
-    head = small_kernels.to_device(weights(draw, 4096, head=True))
-
-    def run():
-        streams, post, logits = first
-        results, given = [], []
-        for site in sites:
-            streams, _, post, logits = call("hc_mix", y, streams, post, logits, *site)
-            results.append(streams)
-            given.append(logits)
-        return [*results, call("hc_mix_head", y, streams, post, logits, *head, 20)], given
-
-    expected = [t.clone() for t in run()[0]]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results, given = run()
-    for change in (lambda t: t.fill_(torch.nan), lambda t: t[-1].add_(1.0)):
-        for logits in given:
-            change(logits)
-        graph.replay()
-        torch.cuda.synchronize()
-        for result, wanted in zip(results, expected, strict=True):
-            assert_same_bits(result, wanted)
-
-
 @pytest.mark.parametrize("n", (1, 2, 3))
 @pytest.mark.parametrize("tokens", (1, 2, 3, 5))
 def test_other_numbers_of_streams(tokens, n, draw):
@@ -182,11 +151,10 @@ def test_rows_are_independent(tokens, draw):
         assert_same_bits(result[others], wanted[others])
 
 
-@pytest.mark.parametrize("tokens", (1, 5, 32))
-def test_replay_equals_eager(tokens, draw):
-    """A chain, as the layers make it: each mix takes what the one before returned."""
+def chain(tokens, draw):
+    """As the layers make it: each mix takes what the one before returned. Gives streams, x, post, logits of each, and x."""
     y, *first = small_kernels.to_device(before(draw, tokens, 4096))
-    sites = [small_kernels.to_device(weights(draw, 4096)) for _ in range(4)]
+    sites = [small_kernels.to_device(weights(draw, 4096)) for _ in range(6)]
     head = small_kernels.to_device(weights(draw, 4096, head=True))
 
     def run():
@@ -197,7 +165,25 @@ def test_replay_equals_eager(tokens, draw):
             results += [streams, x, post, logits]
         return *results, call("hc_mix_head", x, streams, post, logits, *head, 20)
 
-    assert_replay_equals(run)
+    return run
+
+
+@pytest.mark.parametrize("tokens", (1, 5, 32))
+def test_replay_equals_eager(tokens, draw):
+    assert_replay_equals(chain(tokens, draw))
+
+
+@pytest.mark.parametrize("change", (lambda t: t.fill_(torch.nan), lambda t: t[-1].add_(1.0)), ids=("all", "last token"))
+@pytest.mark.parametrize("tokens", (1, 5, 32))
+def test_logits_that_change_until_the_wait(tokens, change, draw):
+    """Launches one right after another, each of logits that the one before writes: what was made of them as they were when
+    a block began, NaN, or right but for one token, is made anew."""
+
+    def spoil(results):
+        for logits in results[3::4]:
+            change(logits)
+
+    assert_replay_equals(chain(tokens, draw), spoil=spoil)
 
 
 def test_unsupported_inputs_are_named(draw):

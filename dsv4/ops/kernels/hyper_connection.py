@@ -64,17 +64,14 @@ def _check(name, streams, fn, base, scale, norm_weight, head: bool) -> None:
     require(name, fn.shape == (rows, n * hidden), f"fn must be {(rows, n * hidden)}, found {tuple(fn.shape)}")
 
 
-def _check_post(name, y, streams, post, **comb) -> None:
+def _check_post(name, y, streams, post, comb, which: str) -> None:
     tokens, n, hidden = streams.shape
     require_tensors(name, torch.bfloat16, streams=streams)
-    require_tensors(name, torch.float32, post=post, **comb)
+    require_tensors(name, torch.float32, post=post, **{which: comb})
     require(name, y.dtype in (torch.bfloat16, torch.float32), f"y must be bf16 or float32, found {y.dtype}")
     require_tensors(name, y.dtype, y=y)
-    for which, value, shape in (
-        ("post", post, (tokens, n)),
-        *((key, value, (tokens, n, n)) for key, value in comb.items()),
-    ):
-        require(name, value.shape == shape, f"{which} must be {shape}, found {tuple(value.shape)}")
+    require(name, post.shape == (tokens, n), f"post must be {(tokens, n)}, found {tuple(post.shape)}")
+    require(name, comb.shape == (tokens, n, n), f"{which} must be {(tokens, n, n)}, found {tuple(comb.shape)}")
     require(name, hidden % 8 == 0, f"hidden must be a multiple of 8, found {hidden}")
     require(name, 1 <= n <= 4, f"1 to 4 streams, found {n}")
 
@@ -91,7 +88,7 @@ def run_post(
     """hc_post. With `steps`, Sinkhorn's eps and iterations, `comb` comes as logits."""
     tokens, _, hidden = streams.shape
     y, streams, post, comb = y.contiguous(), streams.contiguous(), post.contiguous(), comb.contiguous()
-    _check_post(name, y, streams, post, **{"logits" if steps else "comb": comb})
+    _check_post(name, y, streams, post, comb, "logits" if steps else "comb")
     mixed = torch.empty_like(streams)
     if tokens:
         launch = kernel("hyper_connection_prefill.cu", "hc_post", *_defines(streams, y, False, bool(steps)))
@@ -132,7 +129,7 @@ def run(
         return streams, x, post, comb
     y, old_post, old_logits = (t.contiguous() for t in before) if before else (None, None, None)
     if before:
-        _check_post(name, y, streams, old_post, logits=old_logits)
+        _check_post(name, y, streams, old_post, old_logits, "logits")
     mixed = torch.empty_like(streams) if before and not head else streams
     if tokens:
         plan = Plan.of(tokens, hidden)

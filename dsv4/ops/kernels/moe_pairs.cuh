@@ -153,7 +153,7 @@ struct Feeder {
 
 // Activations lie in shared memory, and h in device memory, so that 8 values after 8 go to lane after lane: those with number
 // 8 c .. 8 c + 7 at piece `place_of(c)`. For quantised weights they are in the order in which pairs of weights are decoded,
-// and fp16 times a power of two.
+// whatever the format, and fp16 times a power of two: operand8 as for FP8, which leaves the order, turns them into that.
 DEVICE int place_of(int c) { return c / 128 * 128 + c % 4 * 32 + c / 4 % 32; }
 DEVICE int place(int value) {
   return place_of(value / 8) * 8 + (FMT == BF16 ? value % 8 : value % 4 * 2 + value / 4 % 2);
@@ -162,12 +162,6 @@ DEVICE int place(int value) {
 DEVICE uint4 in_pairs(uint4 v) {
   return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
                     __byte_perm(v.y, v.w, 0x7632));
-}
-
-DEVICE uint4 to_fp16(uint4 v, float scale) {
-  u32 w[4];
-  fp16_pairs<1>(v, scale, w);
-  return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
 // One warp: h of an entry into shared memory. Returns the inverse of the power of two.
@@ -188,7 +182,7 @@ DEVICE float stage_h(const uint4* from, uint4* to) {
 #pragma unroll AT_ONCE
   for (int i = 0; i < EACH; ++i) {
     const uint4 v = KEPT == EACH ? kept[i % KEPT] : __ldcg(from + i * 32 + lane);
-    to[i * 32 + lane] = FMT == BF16 ? v : to_fp16(v, two_to(shift));
+    to[i * 32 + lane] = FMT == BF16 ? v : operand8<FP8>(v, two_to(shift));
   }
   return two_to(-shift);
 }

@@ -122,7 +122,7 @@ DEVICE float stage_x(const uint4* x, const Gate& gate, uint4* to, Shared& shared
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int c = threadIdx.x + i * THREADS;
-    if (c < PIECES) to[place_of(c)] = FMT == BF16 ? v[i] : to_fp16(in_pairs(v[i]), two_to(shift));
+    if (c < PIECES) to[place_of(c)] = FMT == BF16 ? v[i] : operand8<FP8>(in_pairs(v[i]), two_to(shift));
   }
   barrier(1, THREADS);
   return two_to(-shift);
